@@ -1,0 +1,184 @@
+"""Where each tensor of a checkpoint lies: `metadata.json`, and the header of the safetensors file of each rank.
+
+A rank's file is a plain safetensors file: an 8-byte little-endian header length, a JSON header, then raw little-endian
+bytes. Any safetensors reader opens it; a tensor that is split over ranks appears as one entry per chunk, named
+"tensor@row,column" after the chunk's offset. `metadata.json` says for each tensor its dtype, its global shape, and for
+each chunk its box (offsets, sizes) and place (file, first byte, bytes). This module needs neither torch nor numpy.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.paths import METADATA, check_plain_name, read_inside
+from trainer.errors import CheckpointError, CorruptCheckpoint
+
+LAYOUT_FORMAT = 1
+ALIGNMENT_BYTES = 64  # where the data of a file starts; entries follow by falling element size, so each is aligned
+
+ITEM_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+}  # fmt: skip
+"""Bytes per element of each dtype, by its safetensors name."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor and the bytes that hold it, in row-major order."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    """First byte within the file."""
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    dtype: str
+    """safetensors name, a key of ITEM_BYTES."""
+    shape: tuple[int, ...]
+    """Global shape."""
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+Layout = Mapping[str, TensorLayout]
+"""Tensor name -> where it lies."""
+
+
+def entry_name(name: str, offsets: Sequence[int], whole: bool) -> str:
+    """Returns the name of a chunk in the safetensors header: the tensor's own when it is all of it."""
+    return name if whole else f"{name}@{','.join(map(str, offsets))}"
+
+
+def safetensors_header(entries: Sequence[tuple[str, str, Sequence[int]]]) -> tuple[bytes, list[int]]:
+    """Returns the file's first bytes for `entries` (name, dtype, shape), and the first byte of each entry in the file.
+
+    Raises:
+        CheckpointError: two entries have the same name.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "writer": "exact-trainer"}}
+    starts, position = [], 0
+    for name, dtype, shape in entries:
+        if name in header:
+            raise CheckpointError(f"two tensors would be written under the name {name!r}; rename one")
+        size_bytes = math.prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + size_bytes]}
+        starts.append(position)
+        position += size_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT_BYTES)
+    return len(text).to_bytes(8, "little") + text, [8 + len(text) + start for start in starts]
+
+
+def dump_layout(layout: Layout) -> bytes:
+    """Returns the bytes of `metadata.json`."""
+    tensors = {
+        name: {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "chunks": [
+                {"offsets": c.offsets, "sizes": c.sizes, "file": c.file, "start": c.start, "bytes": c.size_bytes}
+                for c in tensor.chunks
+            ],
+        }
+        for name, tensor in layout.items()
+    }
+    return json.dumps({"format": LAYOUT_FORMAT, "tensors": tensors}, separators=(",", ":")).encode()
+
+
+def read_layout(directory: Path) -> Layout:
+    """Reads and checks `metadata.json`.
+
+    Raises:
+        CorruptCheckpoint: it is missing, malformed, names a file outside the directory, or its chunks do not fill
+            their tensor.
+        CheckpointError: it was written by a newer version of this trainer.
+    """
+    return parse_layout(read_inside(directory, METADATA), str(directory / METADATA))
+
+
+def parse_layout(data: bytes, where: str) -> Layout:
+    try:
+        document = json.loads(data)
+    except ValueError as error:  # also bytes that are no UTF-8
+        raise CorruptCheckpoint(f"{where} is not JSON: {error}") from error
+    if not isinstance(document, dict) or not isinstance(document.get("tensors"), dict):
+        raise CorruptCheckpoint(f"{where} has no table of tensors")
+    if document.get("format") != LAYOUT_FORMAT:
+        raise CheckpointError(
+            f"{where} has format {document.get('format')!r}, this version reads {LAYOUT_FORMAT}; use a newer trainer"
+        )
+    return {name: _parse_tensor(entry, f"{where}: tensor {name!r}") for name, entry in document["tensors"].items()}
+
+
+def _parse_tensor(entry: Any, where: str) -> TensorLayout:
+    if not isinstance(entry, dict) or entry.get("dtype") not in ITEM_BYTES:
+        found = entry.get("dtype") if isinstance(entry, dict) else entry
+        raise CorruptCheckpoint(f"{where} has no known dtype (found {found!r})")
+    shape = _numbers(entry.get("shape"), f"{where}: shape")
+    chunks = entry.get("chunks")
+    if not isinstance(chunks, list):
+        raise CorruptCheckpoint(f"{where} has no list of chunks")
+    tensor = TensorLayout(entry["dtype"], shape, tuple(_parse_chunk(chunk, where) for chunk in chunks))
+    for chunk in tensor.chunks:
+        inside = len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
+            offset + size <= extent for offset, size, extent in zip(chunk.offsets, chunk.sizes, shape, strict=True)
+        )
+        if not inside or chunk.size_bytes != math.prod(chunk.sizes) * ITEM_BYTES[tensor.dtype]:
+            raise CorruptCheckpoint(
+                f"{where}: chunk at {chunk.offsets} of sizes {chunk.sizes} in {chunk.size_bytes} bytes does not fit "
+                f"{tensor.dtype} {shape}"
+            )
+    if sum(chunk.size_bytes for chunk in tensor.chunks) != tensor.size_bytes or _overlap(tensor.chunks):
+        raise CorruptCheckpoint(f"{where}: its chunks do not fill its shape {shape} exactly once")
+    return tensor
+
+
+def _parse_chunk(entry: Any, where: str) -> Chunk:
+    if not isinstance(entry, dict):
+        raise CorruptCheckpoint(f"{where}: a chunk is {entry!r}")
+    start, size_bytes = _numbers([entry.get("start"), entry.get("bytes")], f"{where}: place of a chunk")
+    return Chunk(
+        offsets=_numbers(entry.get("offsets"), f"{where}: offsets"),
+        sizes=_numbers(entry.get("sizes"), f"{where}: sizes"),
+        file=check_plain_name(entry.get("file"), where),
+        start=start,
+        size_bytes=size_bytes,
+    )
+
+
+def _numbers(value: Any, where: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(number) is int and number >= 0 for number in value):
+        raise CorruptCheckpoint(f"{where} must be non-negative integers, found {value!r}")
+    return tuple(value)
+
+
+def _overlap(chunks: Sequence[Chunk]) -> bool:
+    """Whether two chunks share an element; sorted by the first dimension, so that shards of rows cost n log n."""
+    boxes = sorted((chunk for chunk in chunks if chunk.size_bytes), key=lambda chunk: chunk.offsets)
+    open_boxes: list[Chunk] = []
+    for box in boxes:
+        if not box.offsets:
+            return len(boxes) > 1
+        open_boxes = [other for other in open_boxes if other.offsets[0] + other.sizes[0] > box.offsets[0]]
+        for other in open_boxes:
+            pairs = zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)
+            if all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in pairs):
+                return True
+        open_boxes.append(box)
+    return False
+
+
+def owner_of(name: str) -> str:
+    """Returns the owner of a tensor: the part of its name before the first dot."""
+    return name.partition(".")[0]

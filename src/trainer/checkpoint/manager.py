@@ -1,0 +1,240 @@
+"""When to save, what to resume from, and what to keep: the checkpoints of one run.
+
+Every method is collective: all ranks call it, rank 0 looks at the file system, and what it finds is agreed on.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.checkpoint.app_state import AppState
+from trainer.checkpoint.discovery import Candidate, Checkpoint, Status, discover, inspect_step, locate, newest_first
+from trainer.checkpoint.manifest import Manifest, check_bytes
+from trainer.checkpoint.paths import CHECKPOINTS, SUPERSEDED, step_name
+from trainer.checkpoint.retention import plan_removals
+from trainer.checkpoint.storage import DTYPE_NAMES, global_bytes
+from trainer.checkpoint.store import CheckpointStore
+from trainer.core.distributed import gather_objects, on_main, world_from_env
+from trainer.core.files import FileRecord
+from trainer.core.log import logger
+from trainer.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
+
+if TYPE_CHECKING:
+    from trainer.config.train import CkptConfig, ResumeConfig
+
+
+class CheckpointManager:
+    def __init__(
+        self, run_dir: Path | str, config: "CkptConfig", app: AppState, *, describe: Callable[[], Mapping[str, Any]]
+    ):
+        """
+        run_dir: the run's output directory; checkpoints go to ``<run_dir>/checkpoints``.
+        app: the state to save and to load into.
+        describe: what the run says about itself in each manifest (config, fingerprints, mesh, ...): JSON, called on
+            rank 0 at each save.
+        """
+        self.run_dir = Path(run_dir)
+        self.config = config
+        self.app = app
+        self.describe = describe
+        self.store = CheckpointStore(self.run_dir / CHECKPOINTS)
+        self.world = world_from_env()
+        self._parent: Mapping[str, Any] | None = None
+        self._on_disk: Path | None = None  # the checkpoint that holds the state as of now, if there is one
+        self._tidied = False
+
+    def due(self, step: int, max_steps: int) -> bool:
+        """Whether a checkpoint is written after `step` updates: each `ckpt.interval`, and at the end if `ckpt.at_end`."""
+        interval = self.config.interval
+        return (interval > 0 and step > 0 and step % interval == 0) or (self.config.at_end and step == max_steps)
+
+    # -- save ----------------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, *, resumable: bool = True, reason: str = "", micro_step: int = 0) -> Path:
+        """Writes the state after `step` updates, then removes what retention no longer wants. Returns its directory.
+
+        The step that was last saved or loaded, and so is on disk as it is in memory, is not written again.
+
+        resumable, reason: a state to look at and not to go on from (say, with non-finite weights), and why.
+
+        Raises:
+            CheckpointError: on every rank, if any rank failed; every earlier checkpoint is still there.
+        """
+        final = self.store.directory / step_name(step)
+        if self._on_disk == final:
+            return final
+        self._tidy_once()
+        state = self.app.state_dict()
+        self._check_step(step)
+        self.app.check_agreement(state)
+        dtypes = Counter(DTYPE_NAMES[tensor.dtype] for tensor in state.values())
+
+        def manifest(files: Mapping[str, FileRecord]) -> Manifest:
+            return Manifest(
+                step=step,
+                files=files,
+                micro_step=micro_step,
+                resumable=resumable,
+                reason=reason,
+                world_size=self.world.size,
+                dtypes=dict(sorted(dtypes.items())),
+                parent=self._parent,
+                run=dict(self.describe()),
+                versions={"trainer": version("exact-trainer"), "torch": version("torch")},
+            )
+
+        path = self.store.write(step, state, manifest)
+        self._on_disk = path if resumable else None
+        on_main(self._apply_retention)
+        return path
+
+    def check_space(self) -> None:
+        """Checks before the first step that a checkpoint of this state fits on the disk.
+
+        With `ckpt.keep_last` = N, there are N + 1 of them for a moment; where those do not fit, a warning says so.
+
+        Raises:
+            CheckpointError: not even one fits, with the bytes needed and free.
+        """
+        on_main(self._check_space, global_bytes(self.app.state_dict()))
+
+    def _check_space(self, needed_bytes: int) -> None:
+        self.store.check_space(needed_bytes)
+        if self.config.keep_last is not None:
+            try:
+                self.store.check_space(needed_bytes, self.config.keep_last + 1)
+            except CheckpointError as error:
+                logger.warning(f"the disk may fill up during this run: {error}")
+
+    def _check_step(self, step: int) -> None:
+        """A checkpoint's name and its contents must not disagree: the step is counted first and saved then."""
+        counted = self.app.leaves().get("progress", {}).get("step", step)
+        if counted != step:
+            raise CheckpointError(f"asked to save step {step}, but the run's own counter stands at {counted}")
+
+    def _apply_retention(self) -> None:
+        candidates = discover(self.store.directory)
+        plan = plan_removals(candidates, keep_last=self.config.keep_last, keep_every=self.config.keep_every)
+        for candidate in plan:
+            try:
+                self.store.remove(candidate.path)
+            except CheckpointError as error:  # the new checkpoint is durable; a full disk will be an error of its own
+                logger.warning(f"retention: {error}")
+
+    def _tidy_once(self) -> None:
+        if not self._tidied:
+            on_main(self._tidy)
+            self._tidied = True
+
+    def _tidy(self) -> None:
+        for line in self.store.tidy():
+            logger.info(f"checkpoints: {line}")
+
+    # -- resume --------------------------------------------------------------------------------------------------------
+
+    def choose(self, resume: "ResumeConfig") -> Checkpoint | None:
+        """Returns the checkpoint to resume from, the same on every rank; None = start fresh (`resume.if_exists` only).
+
+        Without a step, the newest resumable one is taken; newer ones that cannot be used are passed over, each with a
+        logged reason. What is named explicitly is taken or is an error.
+
+        Raises:
+            IncompleteCheckpoint, CorruptCheckpoint, CheckpointError: nothing usable; the message lists each candidate.
+        """
+        if resume.dir is None or on_main(self._is_own, resume.dir):
+            self._tidy_once()  # a fork's source is never written to
+        candidates, explicit, where = on_main(self._candidates, resume)
+        rejected: list[str] = []
+        for candidate in candidates:
+            problem = candidate.reason if candidate.status is not Status.COMMITTED else self._verify(candidate)
+            if problem is None:
+                return Checkpoint(candidate.path, candidate.manifest.step, candidate.manifest)
+            if explicit:
+                raise _refusal(candidate, problem)
+            rejected.append(f"{candidate.path.name}: {candidate.status}: {problem}")
+            if self.world.is_main:
+                logger.warning(f"not resuming from {rejected[-1]}")
+        harmless = all(candidate.status is Status.INCOMPLETE for candidate in candidates)
+        if resume.if_exists and harmless:
+            return None
+        listed = "".join(f"\n  {line}" for line in rejected)
+        hint = "" if candidates else "; leave --resume out to start fresh, or give --resume.if-exists for both cases"
+        raise CheckpointError(f"no checkpoint to resume from in {where}{hint}{listed}")
+
+    def load(self, checkpoint: Checkpoint, *, skip: AbstractSet[str] = frozenset()) -> None:
+        """Loads a checkpoint into the owners, checks that it took, and sets newer checkpoints of this run aside.
+
+        skip: owners that keep their state.
+
+        Raises:
+            CheckpointMismatch, CorruptCheckpoint: as AppState.load.
+        """
+        self.app.load(checkpoint.path, skip=skip)
+        if not on_main(self._is_own, checkpoint.path):
+            self._parent = {
+                "path": str(checkpoint.path),
+                "step": checkpoint.step,
+                "checksum": checkpoint.manifest.checksum,
+            }
+            return
+        self._parent = checkpoint.manifest.parent
+        self._on_disk = None if skip else checkpoint.path
+        on_main(self._supersede, checkpoint.step)
+
+    def _supersede(self, step: int) -> None:
+        for name in self.store.supersede(step):
+            logger.info(f"checkpoints: {name} is newer than the resumed step {step}: moved to superseded/")
+
+    def _is_own(self, path: str | Path) -> bool:
+        run_dir, place = self.run_dir.resolve(), Path(path).resolve()
+        checkpoints = run_dir / CHECKPOINTS
+        return place in (run_dir, checkpoints) or place.parent in (checkpoints, checkpoints / SUPERSEDED)
+
+    def _candidates(self, resume: "ResumeConfig") -> tuple[list[Candidate], bool, Path]:
+        """Returns the candidates in the order to try, whether they were named explicitly, and where they were found."""
+        if resume.dir is not None and resume.if_exists and not Path(resume.dir).exists():
+            return [], False, Path(resume.dir)
+        directory, is_run = (self.store.directory, True) if resume.dir is None else locate(resume.dir)
+        if not is_run:
+            candidate = inspect_step(directory)
+            if resume.step is not None and candidate.step != resume.step:
+                raise CheckpointError(
+                    f"--resume.dir {resume.dir} is step {candidate.step}, --resume.step asks for {resume.step}; give one"
+                )
+            return [candidate], True, directory
+        candidates = newest_first(discover(directory))
+        if resume.step is None:
+            return candidates, False, directory
+        chosen = [candidate for candidate in candidates if candidate.step == resume.step]
+        if not chosen and (candidates or not resume.if_exists):
+            steps = ", ".join(str(c.step) for c in reversed(candidates) if c.status is Status.COMMITTED) or "none"
+            raise CheckpointError(f"{directory} has no checkpoint of step {resume.step}; resumable steps: {steps}")
+        return chosen, True, directory
+
+    def _verify(self, candidate: Candidate) -> str | None:
+        """Returns what is wrong with a checkpoint's bytes, None if nothing; each rank reads its share of the files."""
+        manifest = candidate.checkpoint().manifest
+        if self.config.verify == "size":
+            return None  # discovery has compared the sizes
+        names = sorted(manifest.files)[self.world.rank :: self.world.size]
+        try:
+            check_bytes(candidate.path, manifest, names)
+            problem = None
+        except CheckpointError as error:
+            problem = str(error)
+        return next((text for text in gather_objects(problem) if text is not None), None)
+
+
+def _refusal(candidate: Candidate, problem: str) -> CheckpointError:
+    """Returns the error for a checkpoint that was asked for by name and cannot be used."""
+    message = f"cannot resume from {candidate.path}: {problem}"
+    match candidate.status:
+        case Status.INCOMPLETE:
+            return IncompleteCheckpoint(message)
+        case Status.CORRUPT | Status.COMMITTED:  # committed, and its bytes did not hold
+            return CorruptCheckpoint(message)
+        case _:
+            return CheckpointError(message)

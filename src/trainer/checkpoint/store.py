@@ -1,0 +1,231 @@
+"""The checkpoints directory of one run: writing, removing and setting aside, so that nothing committed is ever lost.
+
+A save writes ``step_00000012.tmp-<token>/`` (each rank its shard, then the manifest), syncs it, and renames it to
+``step_00000012/``: that rename is the commit. Where the step exists already, the old directory is first renamed to
+``step_00000012.replaced-<token>/``, which `discovery` takes for the step until the new one is in place. A removal takes
+the manifest first. Whatever a crash leaves behind is told by its name and removed by `tidy` at the next start.
+
+All ranks call `write`; everything else runs on rank 0 alone, through `on_main`.
+"""
+
+import fcntl
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from trainer.checkpoint.discovery import Status, discover, inspect_step
+from trainer.checkpoint.manifest import Manifest, check_sizes, dump_manifest
+from trainer.checkpoint.paths import (
+    LOCK,
+    MANIFEST,
+    SUPERSEDED,
+    is_temporary,
+    os_errors,
+    replaced_step_of,
+    step_name,
+    step_of,
+)
+from trainer.checkpoint.storage import global_bytes, save_tensors
+from trainer.core import files
+from trainer.core.distributed import gather_objects, on_main
+from trainer.core.files import FileRecord
+from trainer.core.log import logger
+from trainer.errors import CheckpointError, CorruptCheckpoint
+
+_SLACK_BYTES = 8 << 20  # headers, metadata, manifest and the file system's own blocks
+
+
+class CheckpointStore:
+    def __init__(self, directory: Path):
+        """directory: ``<run>/checkpoints``; created with the first save."""
+        self.directory = directory
+        self._lock_fd: int | None = None  # rank 0, while a save is running
+
+    def write(
+        self, step: int, state: Mapping[str, Tensor], describe: Callable[[Mapping[str, FileRecord]], Manifest]
+    ) -> Path:
+        """Writes and commits a checkpoint; collective. Returns its directory once it is durable.
+
+        describe: makes the manifest from the records of all files; called on rank 0.
+
+        Raises:
+            CheckpointError: on every rank, if any rank failed; names ranks, files and reasons. What was committed before
+                still is.
+        """
+        needed_bytes = global_bytes(state)
+        temporary = on_main(self._begin, step, needed_bytes)
+        try:
+            records = gather_objects(save_tensors(temporary, state))
+            merged = {name: record for part in records for name, record in sorted(part.items())}
+            return on_main(self._commit, temporary, step, lambda: describe(merged))
+        except BaseException:
+            self._discard(temporary)
+            raise
+
+    def check_space(self, needed_bytes: int, count: int = 1) -> None:
+        """Checks that `count` checkpoints of `needed_bytes` fit on the disk; on rank 0.
+
+        Raises:
+            CheckpointError: with the bytes needed and free.
+        """
+        place = self.directory
+        while not place.exists():
+            place = place.parent
+        with os_errors(f"cannot ask for the free space at {place}"):
+            free_bytes = files.free_bytes(place)
+        wanted_bytes = count * (needed_bytes + _SLACK_BYTES)
+        if free_bytes < wanted_bytes:
+            what = "a checkpoint needs" if count == 1 else f"{count} checkpoints need"
+            raise CheckpointError(
+                f"{what} {_size(wanted_bytes)}, but {self.directory} has {_size(free_bytes)} free; make room, lower "
+                "--ckpt.keep-last, or choose another --output-dir"
+            )
+
+    def _begin(self, step: int, needed_bytes: int) -> Path:
+        final = self.directory / step_name(step)
+        if os.path.lexists(final) and (final.is_symlink() or inspect_step(final, step).status is Status.FOREIGN):
+            raise CheckpointError(f"{final} is not a checkpoint of this trainer and will not be replaced; move it away")
+        self.check_space(needed_bytes)
+        temporary = self.directory / f"{step_name(step)}.tmp-{secrets.token_hex(4)}"
+        with os_errors(f"cannot begin the checkpoint of step {step}"):
+            files.make_dirs(self.directory)
+            files.make_dir(temporary)
+            # Held until the commit. The kernel lets go of it when this process dies, however it dies: a temporary
+            # directory whose lock is free belongs to nobody.
+            self._lock_fd = os.open(temporary / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            _try_lock(self._lock_fd)
+        return temporary
+
+    def _commit(self, temporary: Path, step: int, describe: Callable[[], Manifest]) -> Path:
+        final = self.directory / step_name(step)
+        manifest = describe()
+        try:
+            check_sizes(temporary, manifest)
+        except CorruptCheckpoint as error:
+            raise CheckpointError(
+                f"{error}: what a rank wrote is not what rank 0 sees; {self.directory} must be on a file system that all "
+                "ranks share"
+            ) from error
+        with os_errors(f"cannot commit the checkpoint of step {step}"):
+            files.fsync_dir(temporary)  # the shards' names; their bytes were synced by the ranks that wrote them
+            files.write_new(temporary / MANIFEST, dump_manifest(manifest))
+            files.fsync_dir(temporary)
+            replaced = self._rename_into_place(temporary, final)
+        self._unlock()
+        try:
+            files.unlink(final / LOCK)
+            if replaced is not None:
+                files.remove_tree(replaced, MANIFEST)
+        except OSError as error:  # the commit stands
+            logger.warning(
+                f"{replaced or final / LOCK} could not be removed ({error.strerror}); the next start tries again"
+            )
+        return final
+
+    def _rename_into_place(self, temporary: Path, final: Path) -> Path | None:
+        """The commit. Returns where an earlier checkpoint of the step was put, which counts until the second rename."""
+        if not os.path.lexists(final):
+            files.rename(temporary, final)
+            return None
+        replaced = final.with_name(f"{final.name}.replaced-{secrets.token_hex(4)}")
+        files.rename(final, replaced)
+        try:
+            files.rename(temporary, final)
+        except OSError:
+            if not os.path.lexists(final):
+                files.rename(replaced, final)
+            raise
+        return replaced
+
+    def _discard(self, temporary: Path) -> None:
+        """Clears up after a failed save, on rank 0; the failure itself is what gets raised."""
+        if self._lock_fd is None:
+            return
+        self._unlock()
+        try:
+            if temporary.exists():
+                files.remove_tree(temporary, MANIFEST)
+        except OSError as error:
+            logger.warning(f"{temporary} could not be removed ({error.strerror}); the next start removes it")
+
+    def _unlock(self) -> None:
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def remove(self, path: Path) -> None:
+        """Removes a checkpoint, its manifest first.
+
+        Raises:
+            CheckpointError: the rest could not be removed; it is no checkpoint any more.
+        """
+        with os_errors(f"cannot remove {path}"):
+            files.remove_tree(path, MANIFEST)
+
+    def tidy(self) -> list[str]:
+        """Ends what a crash interrupted: puts a replaced checkpoint back, removes leftovers. Returns what was done.
+
+        Left alone are the temporary directory of a save that is running (its lock is held) and everything foreign.
+        """
+        done = []
+        for candidate in discover(self.directory):
+            path, name = candidate.path, candidate.path.name
+            replaced = replaced_step_of(name)
+            with os_errors(f"cannot clear up {path}"):
+                if replaced is not None and candidate.status in (Status.COMMITTED, Status.NOT_RESUMABLE):
+                    files.rename(path, self.directory / step_name(replaced))
+                    done.append(f"{name} put back as {step_name(replaced)}: writing it anew was interrupted")
+                elif candidate.status is not Status.INCOMPLETE or (is_temporary(name) and _is_locked(path)):
+                    continue
+                elif is_temporary(name) or replaced is not None or step_of(name) is not None:
+                    files.remove_tree(path, MANIFEST)
+                    done.append(f"{name} removed: {candidate.reason}")
+        return done
+
+    def supersede(self, step: int) -> list[str]:
+        """Moves every checkpoint after `step` into superseded/, usable or not. Returns the moved names."""
+        moved = []
+        for candidate in discover(self.directory):
+            if candidate.step is None or candidate.step <= step or step_of(candidate.path.name) is None:
+                continue
+            with os_errors(f"cannot set {candidate.path} aside"):
+                files.make_dirs(self.directory / SUPERSEDED)
+                target, number = self.directory / SUPERSEDED / candidate.path.name, 1
+                while os.path.lexists(target):
+                    number += 1
+                    target = target.with_name(f"{candidate.path.name}.{number}")
+                files.rename(candidate.path, target)
+            moved.append(candidate.path.name)
+        return moved
+
+
+def _try_lock(fd: int) -> bool:
+    """Whether the lock was free (and is ours now). A file system without locks counts as free."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _is_locked(temporary: Path) -> bool:
+    try:
+        fd = os.open(temporary / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False  # killed before the lock was made, or right before the commit
+    try:
+        return not _try_lock(fd)
+    finally:
+        os.close(fd)
+
+
+def _size(size_bytes: int) -> str:
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:.2f} {unit}"
+    return f"{size_bytes} bytes"

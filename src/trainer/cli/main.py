@@ -1,0 +1,105 @@
+"""The ``trainer`` command. Imports almost nothing: each subcommand brings its own modules when it is called."""
+
+import os
+import sys
+import time
+
+from trainer.errors import ConfigError, TrainerError
+
+USAGE = """\
+trainer: SFT training for language models, with exact resumes
+
+  trainer sft @ run.toml                     train
+  trainer sft @ run.toml --resume            go on from the newest checkpoint, as if the run had never stopped
+  torchrun --nproc-per-node 8 -m trainer sft @ run.toml
+                                             the same on several devices
+  trainer config @ run.toml                  print the resolved config and where each value comes from
+  trainer config --schema                    print the JSON schema of a config
+  trainer ckpt ls|show|diff ...              look at checkpoints
+  trainer plot RUN...                        curves of one or more runs as PNG
+
+A config is made of files and flags: "trainer sft @ a.toml @ b.toml --optim.lr 1e-4". Later files win over earlier
+ones, flags over files. "trainer COMMAND --help" tells more; "trainer sft --help optim" explains the keys of [optim].
+
+  -h, --help     this text
+  --version      the version
+"""
+
+# torchrun ends all ranks as soon as one has failed. The others wait so that rank 0 gets its message out first.
+RANK_GRACE_SECONDS = 3.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand and return the exit code: 0, a TrainerError's ``exit_code``, 130 after Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _dispatch(argv)
+    except ConfigError as error:
+        if int(os.environ.get("RANK", "0")) > 0:  # every rank has read the same config
+            time.sleep(RANK_GRACE_SECONDS)
+        else:
+            _print_error(error)
+        return error.exit_code
+    except TrainerError as error:
+        _print_error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # trainer config ... | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(argv: list[str]) -> int:
+    command, rest = (argv[0], argv[1:]) if argv else ("", [])
+    match command:
+        case "-h" | "--help":
+            print(USAGE, end="")
+            return 0
+        case "--version":
+            from trainer import __version__
+
+            print(f"exact-trainer {__version__}")
+            return 0
+        case "sft":
+            return _sft(rest)
+        case "config":
+            from trainer.cli.config import main as config
+
+            return config(rest)
+        case "ckpt":
+            from trainer.cli.ckpt import main as ckpt
+
+            return ckpt(rest) or 0
+        case "plot":
+            from trainer.cli.plot import main as plot
+
+            return plot(rest) or 0
+    if not command:
+        print(USAGE, end="", file=sys.stderr)
+        return 2
+    raise ConfigError(f"trainer has no command {command!r}; it has sft, config, ckpt and plot (trainer --help)")
+
+
+def _sft(argv: list[str]) -> int:
+    from trainer.cli.config import main as config
+    from trainer.cli.help import asks_for_help
+
+    if asks_for_help(argv) or "--dry-run" in argv:
+        return config(["sft", *(token for token in argv if token != "--dry-run")], command="sft")
+
+    from trainer.config.load import load_config
+    from trainer.config.run import SFTConfig
+
+    loaded = load_config(SFTConfig, argv)  # before torch is imported: a typo costs no waiting
+
+    from trainer.sft.train import run
+
+    return run(loaded) or 0
+
+
+def _print_error(error: TrainerError) -> None:
+    rank = os.environ.get("RANK")
+    where = f" (rank {rank})" if rank is not None and os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    print(f"error{where}: {error}", file=sys.stderr, flush=True)

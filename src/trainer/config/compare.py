@@ -1,0 +1,88 @@
+"""What a resume changes: the checkpoint's config held against the one that was given now.
+
+The table of who wins (everything that is not named here is the new config's: checkpoint cadence, logging, micro-batch,
+ranks, where things are written):
+
+* the checkpoint: the optimizer's and the schedule's settings, which live on in its state;
+* nobody: what changes the order of the data is a conflict, because the samples seen so far would mean something else.
+
+``resume.override`` names keys or tables for which the new config wins all the same.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trainer.config.problems import shown
+from trainer.config.run import RunConfig
+from trainer.config.schema import dotted, leaves
+
+_CHECKPOINT = (
+    "optim.type",
+    "optim.lr",
+    "optim.weight_decay",
+    "optim.betas",
+    "optim.eps",
+    "optim.momentum",
+    "scheduler",
+)
+_CONFLICT = (
+    "seed",
+    "data.sources",
+    "data.val_documents",
+    "data.fake",
+    "data.seq_len",
+    "data.pack",
+    "data.batch_size",
+    "data.epoch_end",
+    "data.shuffle",
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    key: str
+    saved: Any
+    current: Any
+    winner: Literal["checkpoint", "config", "conflict"]
+
+    def __str__(self) -> str:
+        text = f"{self.key}: checkpoint {shown(self.saved)}, config {shown(self.current)}"
+        advice = f"take the config's with --resume.override {self.key}"
+        match self.winner:
+            case "config":
+                return f"{text} -> config"
+            case "checkpoint":
+                return f"{text} -> checkpoint; {advice}"
+            case "conflict":
+                return f"{text} -> conflict: it changes the data order; set it back, or {advice}"
+
+
+def differences(saved: RunConfig, current: RunConfig, override: Iterable[str] = ()) -> list[Difference]:
+    """Every key whose value differs, in the order of the config, and whose value a resume uses.
+
+    ``override`` defaults to nothing; pass ``current.resume.override``. A table that only one side has is compared by its
+    keys, with None for the other side. `resume` itself and `overwrite` describe one start, not the run: left out.
+    """
+    before, now = _flat(saved), _flat(current)
+    found = []
+    for key in dict.fromkeys([*before, *now]):
+        if before.get(key) != now.get(key) and not _within(key, ("resume", "overwrite")):
+            found.append(Difference(key, before.get(key), now.get(key), _winner(key, tuple(override))))
+    return found
+
+
+def _flat(config: RunConfig) -> dict[str, Any]:
+    return {dotted(key): value for key, value in leaves(config)}
+
+
+def _winner(key: str, override: tuple[str, ...]) -> Literal["checkpoint", "config", "conflict"]:
+    if _within(key, override):
+        return "config"
+    if _within(key, _CHECKPOINT):
+        return "checkpoint"
+    return "conflict" if _within(key, _CONFLICT) else "config"
+
+
+def _within(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)

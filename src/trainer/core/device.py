@@ -1,0 +1,75 @@
+"""The one place that knows about GPUs. On CPU every call does the plain thing."""
+
+import os
+from typing import TYPE_CHECKING
+
+from trainer.core.distributed import World
+from trainer.errors import LaunchError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def select_device(choice: str, world: World) -> "torch.device":
+    """Returns this rank's device for `runtime.device` and makes it current.
+
+    Raises:
+        LaunchError: a GPU is asked for and there is none for this local rank.
+    """
+    import torch
+
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if choice == "cpu" or (choice == "auto" and available == 0):
+        return torch.device("cpu")
+    if world.local_rank >= available:
+        raise LaunchError(
+            f"runtime.device = {choice!r}: local rank {world.local_rank} needs GPU {world.local_rank}, but this host "
+            f"has {available}; start at most {available} ranks here or set --runtime.device cpu"
+        )
+    device = torch.device("cuda", world.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def configure(device: "torch.device", *, threads: int, deterministic: bool, world: World) -> None:
+    """Sets threads and determinism for this process; call before the first tensor operation."""
+    import torch
+
+    if threads == 0 and "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, len(os.sched_getaffinity(0)) // world.local_size)
+    if threads:
+        torch.set_num_threads(threads)
+    if deterministic and device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may split reductions differently
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def synchronize(device: "torch.device") -> None:
+    """Waits for the device's queued work (nothing to wait for on CPU)."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def peak_memory_gib(device: "torch.device") -> float:
+    """Returns the peak memory of this process in GiB: allocated on the GPU, or resident on CPU."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+    import sys
+
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes / 2**30
+
+
+def describe(device: "torch.device") -> str:
+    """Returns a short name of the device for the start-up lines."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU ({torch.get_num_threads()} threads)"

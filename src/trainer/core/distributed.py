@@ -1,0 +1,172 @@
+"""The ranks of a run: who they are, how they agree, and the mesh they form.
+
+Everything works with one process and no process group; then every helper is the plain local thing.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from trainer.errors import LaunchError, TrainerError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the processes of the run (torchrun's RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE)."""
+
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    local_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def world_from_env() -> World:
+    """Reads torchrun's environment; a single process when there is none. Does not import torch."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return World()
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    values = [os.environ.get(name, "1" if "SIZE" in name else "0") for name in names]
+    try:
+        return World(*(int(value) for value in values))
+    except ValueError as error:
+        found = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+        raise LaunchError(f"the launcher's environment holds no numbers: {found}") from error
+
+
+def _active() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+@contextmanager
+def process_group(device: "torch.device", timeout_seconds: int):
+    """The default process group while the block runs: gloo for CPU tensors, NCCL for the GPU's.
+
+    A CPU backend is always present because object agreement, offloaded states and checkpoints use CPU tensors. Under a
+    single process without torchrun no group is made.
+    """
+    import torch.distributed as dist
+
+    if world_from_env().size == 1 or dist.is_initialized():
+        yield
+        return
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def build_mesh(device_type: str, dp_replicate: int, dp_shard: int, world_size: int) -> "DeviceMesh | None":
+    """Returns the mesh ("shard") or ("replicate", "shard"), or None for a single process.
+
+    Raises:
+        LaunchError: the two degrees do not multiply to the world size.
+    """
+    shard = world_size // dp_replicate if dp_shard == -1 else dp_shard
+    if shard < 1 or dp_replicate * shard != world_size:
+        raise LaunchError(
+            f"parallel.dp_replicate ({dp_replicate}) x parallel.dp_shard ({dp_shard}) must give the number of ranks "
+            f"({world_size}); set dp_shard = -1 to shard over all ranks of a replica group"
+        )
+    if world_size == 1:
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if dp_replicate == 1:
+        return init_device_mesh(device_type, (shard,), mesh_dim_names=("shard",))
+    return init_device_mesh(device_type, (dp_replicate, shard), mesh_dim_names=("replicate", "shard"))
+
+
+def agree(value: T) -> T:
+    """Returns rank 0's `value` (any picklable object) on every rank."""
+    if not _active():
+        return value
+    import torch.distributed as dist
+
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def gather_objects(value: T) -> list[T]:
+    """Returns every rank's `value`, in rank order, on every rank."""
+    if not _active():
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def on_main(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Runs `function` on rank 0 and returns its result, or raises its error, on every rank.
+
+    Ranks that look at a file system by themselves may see different things; one looks, all follow.
+    """
+    if not _active():
+        return function(*args, **kwargs)
+    import torch.distributed as dist
+
+    outcome: tuple[Any, BaseException | None] = (None, None)
+    if dist.get_rank() == 0:
+        try:
+            outcome = (function(*args, **kwargs), None)
+        except TrainerError as error:
+            outcome = (None, error)
+        except Exception as error:  # sent to the other ranks as text: not every exception can be pickled
+            agree((None, TrainerError(f"rank 0 failed: {type(error).__name__}: {error}")))
+            raise
+    result, error = agree(outcome)
+    if error is not None:
+        raise error
+    return result
+
+
+def raise_together(error: Exception | None, what: str) -> None:
+    """Raises on every rank if any rank brings an error: the own one where there is one, else the first other's text."""
+    if not _active():
+        if error is not None:
+            raise error
+        return
+    texts = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise TrainerError(f"{what} failed on rank {rank}: {text}")
+
+
+def sum_over_ranks(*values: float, device: "torch.device | str" = "cpu") -> list[float]:
+    """Returns each value summed over all ranks, in float64."""
+    if not _active():
+        return list(values)
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor)
+    return tensor.tolist()
+
+
+def barrier() -> None:
+    if _active():
+        import torch.distributed as dist
+
+        dist.barrier()

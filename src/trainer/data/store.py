@@ -1,0 +1,180 @@
+"""Tokenized documents of one source on disk: flat arrays that are memory-mapped, never loaded.
+
+A store is a directory named after everything its tokens depend on::
+
+    <cache_dir>/tokens/<key>/
+      ids.bin         int32 [tokens]      token ids of all documents, one after the other
+      mask.bin        uint8 [tokens]      1 = supervised
+      lengths.bin     int64 [documents]   tokens of each document
+      rows.bin        int64 [documents]   row number in the source
+      supervised.bin  int64 [documents]   supervised tokens of each document that can be targets (not its first token)
+      meta.json       counts and checksums
+
+It is written under a temporary name, synced and renamed, so it is there as a whole or not at all.
+"""
+
+import json
+import shutil
+import uuid
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.core.files import DurableFile, fsync_dir, make_dirs, rename, write_new, xxh3_bytes
+
+STORE_VERSION = 1  # part of every key: raise it whenever rows are tokenized or stored differently
+_ARRAYS = {"ids": np.int32, "mask": np.uint8, "lengths": np.int64, "rows": np.int64, "supervised": np.int64}
+
+
+@dataclass(frozen=True)
+class StoreMeta:
+    """What is known about a store without reading its arrays."""
+
+    source: str
+    """Name of the source when it was tokenized, for messages."""
+    documents: int
+    tokens: int
+    supervised_tokens: int
+    bad_rows: int
+    bad_examples: tuple[str, ...]
+    """Place and reason of the first bad rows."""
+    fingerprint: str
+    """Hash of all arrays: what the documents are, wherever they came from."""
+
+
+class Documents(Protocol):
+    """Tokenized documents in flat arrays; a store on disk, or synthetic ones in memory."""
+
+    meta: StoreMeta
+    ids: NDArray[np.int32]
+    mask: NDArray[np.uint8]
+    starts: NDArray[np.int64]
+    """Where each document begins in `ids` and `mask`."""
+    lengths: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    supervised: NDArray[np.int64]
+
+
+class TokenStore:
+    """A store on disk. Pickling one (for a loader worker) sends its path, not its tokens."""
+
+    def __init__(self, directory: Path, meta: StoreMeta):
+        self.directory = directory
+        self.meta = meta
+
+    @classmethod
+    def open(cls, directory: Path) -> "TokenStore | None":
+        """Returns the store in `directory`, or None if there is none or it is damaged."""
+        try:
+            fields = json.loads((directory / "meta.json").read_bytes())
+            meta = StoreMeta(**{**fields, "bad_examples": tuple(fields["bad_examples"])})
+            sizes = {name: (directory / f"{name}.bin").stat().st_size for name in _ARRAYS}
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        counts = {name: meta.tokens if name in ("ids", "mask") else meta.documents for name in _ARRAYS}
+        expected = {name: counts[name] * np.dtype(kind).itemsize for name, kind in _ARRAYS.items()}
+        return cls(directory, meta) if sizes == expected else None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"directory": self.directory, "meta": self.meta}
+
+    @cached_property
+    def ids(self) -> NDArray[np.int32]:
+        return self._map("ids")
+
+    @cached_property
+    def mask(self) -> NDArray[np.uint8]:
+        return self._map("mask")
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        return self._map("lengths")
+
+    @cached_property
+    def rows(self) -> NDArray[np.int64]:
+        return self._map("rows")
+
+    @cached_property
+    def supervised(self) -> NDArray[np.int64]:
+        return self._map("supervised")
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        return np.cumsum(self.lengths) - self.lengths
+
+    def _map(self, name: str) -> NDArray:
+        path = self.directory / f"{name}.bin"
+        if path.stat().st_size == 0:  # an empty file cannot be mapped
+            return np.empty(0, _ARRAYS[name])
+        return np.asarray(np.memmap(path, dtype=_ARRAYS[name], mode="r"))
+
+
+class StoreWriter:
+    """Writes one store, document by document; a context manager that leaves nothing behind unless `commit` is called."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._temporary = directory.with_name(f"{directory.name}.{uuid.uuid4().hex[:12]}.tmp")
+        self.tokens = 0
+        self._lengths: list[int] = []
+        self._rows: list[int] = []
+        self._supervised: list[int] = []
+
+    def __enter__(self) -> Self:
+        make_dirs(self.directory.parent)
+        self._temporary.mkdir()
+        self._ids = DurableFile(self._temporary / "ids.bin")
+        self._mask = DurableFile(self._temporary / "mask.bin")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ids.close()
+        self._mask.close()
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def add(self, documents: list[tuple[NDArray[np.int32], NDArray[np.uint8]]], rows: list[int]) -> None:
+        """Appends documents (ids int32, mask uint8) with their row numbers."""
+        if not documents:
+            return
+        self._ids.write(np.concatenate([ids for ids, _ in documents]).astype(np.int32, copy=False).tobytes())
+        self._mask.write(np.concatenate([mask for _, mask in documents]).astype(np.uint8, copy=False).tobytes())
+        self.tokens += sum(ids.size for ids, _ in documents)
+        self._lengths += [ids.size for ids, _ in documents]
+        self._supervised += [int(mask[1:].sum()) for _, mask in documents]
+        self._rows += rows
+
+    @property
+    def documents(self) -> int:
+        return len(self._lengths)
+
+    def commit(self, source: str, bad_rows: int, bad_examples: tuple[str, ...]) -> TokenStore:
+        """Makes the store durable under its final name and returns it; keeps an equal one that came first."""
+        columns = {"lengths": self._lengths, "rows": self._rows, "supervised": self._supervised}
+        records = [self._ids.finish(), self._mask.finish()]
+        for name, values in columns.items():
+            records.append(write_new(self._temporary / f"{name}.bin", np.asarray(values, np.int64).tobytes()))
+        meta = StoreMeta(
+            source=source,
+            documents=self.documents,
+            tokens=self.tokens,
+            supervised_tokens=sum(self._supervised),
+            bad_rows=bad_rows,
+            bad_examples=bad_examples,
+            fingerprint=xxh3_bytes(json.dumps([asdict(record) for record in records]).encode()),
+        )
+        write_new(self._temporary / "meta.json", json.dumps(asdict(meta), indent=1).encode())
+        fsync_dir(self._temporary)
+        if TokenStore.open(self.directory) is None:
+            shutil.rmtree(self.directory, ignore_errors=True)  # a damaged one
+        try:
+            rename(self._temporary, self.directory)
+        except OSError:
+            other = TokenStore.open(self.directory)  # another process of another run was faster
+            if other is None:
+                raise
+            return other
+        return TokenStore(self.directory, meta)

@@ -1,0 +1,110 @@
+"""Learning-rate schedules: pure functions of the number of updates done.
+
+``factor(n)`` multiplies every group's own ``initial_lr`` and holds for update n + 1. The shapes equal torch's chained
+LinearLR, CosineAnnealingLR and SequentialLR; here nothing is chained, so there is nothing to fast-forward on a resume.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from trainer.errors import CheckpointMismatch
+
+SMALLEST_START_FACTOR = 1e-8  # torch's LinearLR refuses a start factor of zero
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One schedule. All lengths are in optimizer steps.
+
+    Attributes:
+        type: "constant", "linear" (warmup, plateau, linear decay) or "cosine" (warmup, then a half cosine).
+        total_steps: the horizon; from there on the factor stays at its last value.
+        warmup_steps: linear warmup from max(min_factor, 1e-8) to 1.
+        decay_steps: length of the linear decay at the end of the horizon; its last step, update `total_steps`, runs
+            at `min_factor`, so the fall is spread over decay_steps - 1 equal parts. None: all that follows the warmup.
+        min_factor: min_lr / lr.
+    """
+
+    type: Literal["constant", "linear", "cosine"]
+    total_steps: int
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    min_factor: float = 0.0
+
+    def factor(self, step: int) -> float:
+        """Returns lr / initial_lr after `step` updates."""
+        if step < self.warmup_steps:
+            start = max(self.min_factor, SMALLEST_START_FACTOR)
+            return start + (1.0 - start) * step / self.warmup_steps
+        if self.type == "linear":
+            return self._linear(step)
+        if self.type == "cosine":
+            return self._cosine(step)
+        return 1.0
+
+    def _linear(self, step: int) -> float:
+        longest = max(0, self.total_steps - self.warmup_steps)
+        decay = longest if self.decay_steps is None else min(self.decay_steps, longest)
+        into = step - (self.total_steps - decay)
+        if decay == 0 or into <= 0:
+            return 1.0
+        fraction = min(1.0, into / max(1, decay - 1))
+        return 1.0 + (self.min_factor - 1.0) * fraction
+
+    def _cosine(self, step: int) -> float:
+        length = self.total_steps - self.warmup_steps
+        if length <= 0:
+            return 1.0
+        fraction = min(1.0, (step - self.warmup_steps) / length)
+        return self.min_factor + (1.0 - self.min_factor) * (1.0 + math.cos(math.pi * fraction)) / 2
+
+
+class ScheduleState:
+    """Owns the run's schedule and writes lr into live param groups; keeps no position of its own."""
+
+    def __init__(self, schedule: Schedule, groups: Iterable[dict[str, Any]], *, overridden: bool = False):
+        """`overridden`: keep this schedule when a checkpoint is loaded (resume.override names the scheduler)."""
+        self.schedule = schedule
+        self.overridden = overridden
+        self._groups = groups
+
+    def apply(self, step: int) -> None:
+        """Writes the lr that follows `step` updates into every group, in place."""
+        factor = self.schedule.factor(step)
+        for group in self._groups:
+            group["lr"] = group["initial_lr"] * factor
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self.schedule)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.overridden:
+            return
+        if set(state) != set(asdict(self.schedule)):
+            raise CheckpointMismatch(
+                f"the checkpoint's schedule has the entries {sorted(state)}, this version knows "
+                f"{sorted(asdict(self.schedule))}; take the config's with --resume.override scheduler"
+            )
+        self.schedule = Schedule(**state)
+
+    def verify(self, saved: dict[str, Any]) -> list[str]:
+        """Returns what differs from the loaded state; nothing does when the config's schedule was asked for."""
+        return [] if self.overridden else [key for key, value in self.state_dict().items() if value != saved[key]]
+
+    def check_lr(self, step: int) -> None:
+        """Holds the groups' lr against the schedule.
+
+        Raises:
+            CheckpointMismatch: a group's lr differs by more than 1e-6 relative. Checkpoints written by trainers that
+                lost their param groups carry such values (5e-13 after a warmup) and train on as if healthy.
+        """
+        factor = self.schedule.factor(step)
+        for group in self._groups:
+            expected = group["initial_lr"] * factor
+            if not math.isclose(group["lr"], expected, rel_tol=1e-6, abs_tol=1e-14 * group["initial_lr"]):
+                raise CheckpointMismatch(
+                    f"group {group.get('name')!r} of the checkpoint has lr {group['lr']:.8g}, but its schedule gives "
+                    f"{expected:.8g} at step {step}; take the config's with --resume.override optim.lr"
+                )

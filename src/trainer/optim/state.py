@@ -1,0 +1,65 @@
+"""The optimizer as an owner of checkpointed state: tensors by parameter name, groups by their members."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.core.log import logger
+from trainer.errors import CheckpointMismatch
+from trainer.optim.groups import match_groups, restored_entries, write_entries
+
+
+class OptimizerState:
+    """Saves and restores `optimizer`, whose groups carry "name" and "param_names"."""
+
+    def __init__(self, optimizer: Optimizer, *, keep: frozenset[str] = frozenset()):
+        """`keep`: group entries whose live value wins over a checkpoint's (from resume.override)."""
+        self.optimizer = optimizer
+        self.keep = keep
+
+    def _parameters(self) -> dict[str, Tensor]:
+        groups = self.optimizer.param_groups
+        return {name: p for group in groups for name, p in zip(group["param_names"], group["params"], strict=True)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns {"state": {parameter: {entry: live tensor or scalar}}, "groups": [...]}; changes nothing."""
+        state = {name: dict(self.optimizer.state[p]) for name, p in self._parameters().items()}
+        groups = [
+            {"name": group["name"], "param_names": list(group["param_names"]), "entries": restored_entries(group)}
+            for group in self.optimizer.param_groups
+        ]
+        return {"state": state, "groups": groups}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes a state of the same parameters: tensors are copied in place, group entries written by name."""
+        self._load_tensors(state["state"])
+        for live, saved in match_groups(self.optimizer.param_groups, state["groups"]):
+            lacking = write_entries(live, saved["entries"], keep=self.keep)
+            if lacking:
+                logger.info(f"group {live['name']!r}: the checkpoint lacks {lacking}; the config's values stay")
+
+    def _load_tensors(self, saved: dict[str, dict[str, Any]]) -> None:
+        parameters = self._parameters()
+        if set(saved) != set(parameters):
+            odd = sorted(set(saved) ^ set(parameters))
+            raise CheckpointMismatch(f"optimizer state is there for other parameters than the model's: {odd[:10]}")
+        with torch.no_grad():
+            for name, entries in saved.items():
+                live = self.optimizer.state[parameters[name]]
+                for key, value in entries.items():
+                    if not isinstance(value, Tensor):
+                        live[key] = value
+                    elif live[key] is not value:
+                        live[key].copy_(value)
+
+    def verify(self, saved: dict[str, Any]) -> list[str]:
+        """Returns the group entries that, read back, differ from what was loaded."""
+        differing = []
+        for live, partner in match_groups(self.optimizer.param_groups, saved["groups"]):
+            for key, value in restored_entries(live).items():
+                expected = partner["entries"].get(key, value)
+                if key not in self.keep and value != expected:
+                    differing.append(f"groups.{live['name']}.{key}: loaded {expected!r}, reads back {value!r}")
+        return differing

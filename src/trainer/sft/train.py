@@ -1,0 +1,22 @@
+"""`trainer sft`: supervised fine-tuning from a validated config."""
+
+from functools import partial
+
+from trainer.config.load import Loaded
+from trainer.config.run import SFTConfig
+from trainer.sft.loss import cross_entropy
+from trainer.train import setup
+from trainer.train.loop import fit
+
+
+def run(loaded: Loaded[SFTConfig]) -> None:
+    """Trains to the end (or to stop_step), resuming first if the config says so. Every rank calls it.
+
+    Raises:
+        TrainerError: what stands in the way, before or during training.
+    """
+    config = loaded.config
+    loss_function = partial(cross_entropy, chunk_tokens=config.model.loss_chunk_tokens)
+    with setup.start(config, loss_function) as run:
+        fit(run)
+        setup.finish(run)

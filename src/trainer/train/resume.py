@@ -1,0 +1,87 @@
+"""What a resumed run takes from its checkpoint and what from its config, decided before anything is built."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from trainer.config.compare import Difference, differences
+from trainer.config.run import RunConfig
+from trainer.errors import CheckpointMismatch
+
+C = TypeVar("C", bound=RunConfig)
+
+# Entries of the optimizer's live groups that an overridden config key stands for.
+GROUP_ENTRIES = {
+    "optim.lr": ("lr", "initial_lr"),
+    "optim.weight_decay": ("weight_decay",),
+    "optim.betas": ("betas",),
+    "optim.eps": ("eps",),
+    "optim.momentum": ("momentum",),
+}
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """What a checkpoint's config means for this run.
+
+    Attributes:
+        differences: every key that differs, and whose value is used.
+        keep_group_entries: entries of the optimizer's groups for which this run's config wins.
+        override_scheduler: the schedule is this run's, not the checkpoint's.
+        override_data: data keys (and "seed") for which this run's config wins.
+    """
+
+    differences: tuple[Difference, ...] = ()
+    keep_group_entries: frozenset[str] = frozenset()
+    override_scheduler: bool = False
+    override_data: frozenset[str] = frozenset()
+
+
+def plan(config: C, saved: Mapping[str, Any]) -> ResumePlan:
+    """Compares the config in a checkpoint's manifest with this run's.
+
+    Raises:
+        CheckpointMismatch: the data order or the optimizer would be another one, and no override says so.
+    """
+    try:
+        before = type(config).model_validate(saved)
+    except ValidationError as error:
+        raise CheckpointMismatch(
+            f"the checkpoint's config cannot be read by this version: {error.errors()[0]['msg']} "
+            f"at {'.'.join(map(str, error.errors()[0]['loc']))}"
+        ) from error
+    override = config.resume.override if config.resume else ()
+    found = differences(before, config, override)
+    conflicts = [f"  {difference}" for difference in found if difference.winner == "conflict"]
+    if conflicts:
+        raise CheckpointMismatch("\n".join(["this run cannot go on from the checkpoint as it is:", *conflicts]))
+    if before.optim.type != config.optim.type:
+        raise CheckpointMismatch(
+            f"the checkpoint was written with optim.type = {before.optim.type!r}, this run has {config.optim.type!r}: "
+            f"optimizer state cannot be carried over. Start from the run's exported weights instead (--model.name)"
+        )
+    kept = [entry for key, entries in GROUP_ENTRIES.items() if _covers(override, key) for entry in entries]
+    return ResumePlan(
+        differences=tuple(found),
+        keep_group_entries=frozenset(kept),
+        override_scheduler=any(name.split(".")[0] == "scheduler" for name in override),
+        override_data=frozenset(name for name in override if name.split(".")[0] in ("data", "seed")),
+    )
+
+
+def effective(config: C, plan: ResumePlan) -> C:
+    """Returns the config with the checkpoint's value wherever the checkpoint wins: what the run really trains with."""
+    sections: dict[str, dict[str, Any]] = {}
+    for difference in plan.differences:
+        if difference.winner == "checkpoint":
+            section, field = difference.key.split(".", 1)
+            sections.setdefault(section, {})[field] = difference.saved
+    return config.model_copy(
+        update={section: getattr(config, section).model_copy(update=fields) for section, fields in sections.items()}
+    )
+
+
+def _covers(names: tuple[str, ...], key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)

@@ -1,0 +1,177 @@
+"""Builds a run from its config, in the order a reader would: place, data, model, optimizer, state, resume."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.checkpoint.app_state import AppState
+from trainer.checkpoint.discovery import Checkpoint
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.config.run import RunConfig, check_steps
+from trainer.core import device as devices
+from trainer.core import distributed
+from trainer.core.distributed import World, on_main, world_from_env
+from trainer.core.log import logger, setup_logging
+from trainer.data.batch import GlobalBatch
+from trainer.data.build import TrainData, build_data
+from trainer.data.loader import BatchLoader, validation_batches
+from trainer.errors import DataError
+from trainer.models.build import build_model
+from trainer.models.hf import export_hf
+from trainer.models.roles import parameter_roles
+from trainer.models.state import ModelState
+from trainer.models.tokenizer import load_tokenizer
+from trainer.optim.build import build_optimizer, build_schedule
+from trainer.optim.groups import decay_groups
+from trainer.optim.schedule import ScheduleState
+from trainer.optim.state import OptimizerState
+from trainer.train import resume, rundir
+from trainer.train.metrics import MetricsLog
+from trainer.train.progress import Progress
+from trainer.train.resume import ResumePlan
+from trainer.train.run import Run
+from trainer.train.step import LossFunction
+
+
+@contextmanager
+def start(config: RunConfig, loss_function: LossFunction) -> Iterator[Run]:
+    """Yields the run, resumed if the config says so; closes what it opened, whatever happens inside."""
+    world = world_from_env()
+    setup_logging(config.log.level, rank=world.rank)
+    device = devices.select_device(config.runtime.device, world)
+    devices.configure(
+        device, threads=config.runtime.threads, deterministic=config.runtime.deterministic, world=world
+    )
+    with distributed.process_group(device, config.runtime.timeout_seconds):
+        run_dir = on_main(rundir.prepare, config)
+        setup_logging(config.log.level, run_dir / "logs", world.rank)
+        run = _build(config, loss_function, world, device, run_dir)
+        with run.metrics:
+            try:
+                yield run
+            finally:
+                run.loader.close()
+
+
+def finish(run: Run) -> None:
+    """Exports the weights when training is complete."""
+    if run.progress.step < run.max_steps:
+        logger.info(f"stopped after step {run.progress.step} of {run.max_steps}; go on with --resume")
+    elif run.config.ckpt.export_weights:
+        out_dir = run.run_dir / "weights"
+        export_hf(run.model, Path(run.config.model.name), out_dir, tokenizer=load_tokenizer(run.config.model))
+        logger.info(f"weights exported to {out_dir}")
+
+
+def _build(config: RunConfig, loss_function: LossFunction, world: World, device: torch.device, run_dir: Path) -> Run:
+    state = AppState()  # the owners join below; a checkpoint is chosen before anything expensive is built
+    checkpoints = CheckpointManager(run_dir, config.ckpt, state, describe=lambda: _describe(config, loader))
+    checkpoint = checkpoints.choose(config.resume) if config.resume is not None else None
+    plan = resume.plan(config, checkpoint.manifest.run["config"]) if checkpoint is not None else ResumePlan()
+    config = resume.effective(config, plan)
+
+    mesh = distributed.build_mesh(device.type, config.parallel.dp_replicate, config.parallel.dp_shard, world.size)
+    tokenizer = load_tokenizer(config.model) if config.data.fake is None else None
+    data = build_data(config.data, tokenizer=tokenizer, seed=config.seed, world=world)
+    loader = BatchLoader(data.train, config.data, seed=config.seed, rank=world.rank, world_size=world.size)
+    max_steps = _max_steps(config, loader)
+    model = build_model(config.model, mesh=mesh, device=device, seed=config.seed)
+    groups = decay_groups(model.named_parameters(), parameter_roles(model), weight_decay=config.optim.weight_decay)
+    optimizer = build_optimizer(config.optim, groups)
+    schedule = ScheduleState(
+        build_schedule(config.scheduler, lr=config.optim.lr, total_steps=max_steps),
+        optimizer.param_groups,
+        overridden=plan.override_scheduler,
+    )
+    progress = Progress()
+    state.owners |= {
+        "model": ModelState(model),
+        "optimizer": OptimizerState(optimizer, keep=plan.keep_group_entries),
+        "schedule": schedule,
+        "progress": progress,
+        "data": loader,
+    }
+    if checkpoint is not None:
+        checkpoints.load(checkpoint)
+        if "lr" not in plan.keep_group_entries and not plan.override_scheduler:
+            schedule.check_lr(progress.step)
+    else:
+        checkpoints.check_space()
+    schedule.apply(progress.step)
+    run = Run(
+        config=config,
+        run_dir=run_dir,
+        world=world,
+        device=device,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        loss_function=loss_function,
+        loader=loader,
+        validation=_validation(config, data, world),
+        progress=progress,
+        checkpoints=checkpoints,
+        metrics=_metrics(config, run_dir, world, progress, max_steps, fresh=checkpoint is None),
+        max_steps=max_steps,
+        last_step=min(max_steps, config.stop_step or max_steps),
+        resumed_from=progress.step if checkpoint is not None else None,
+    )
+    _announce(run, plan, checkpoint)
+    return run
+
+
+def _max_steps(config: RunConfig, loader: BatchLoader) -> int:
+    if config.max_steps is not None:
+        return config.max_steps
+    assert config.epochs is not None  # a config has one of the two
+    max_steps = loader.batches_in_epochs(config.epochs)
+    check_steps(config, max_steps)
+    return max_steps
+
+
+def _validation(config: RunConfig, data: TrainData, world: World) -> list[GlobalBatch]:
+    if not config.val.interval:
+        return []
+    if data.val is None:
+        raise DataError("val.interval is set, but no document is held out: set data.val_sources or data.val_documents")
+    batches = validation_batches(data.val, config.data, config.val, rank=world.rank, world_size=world.size)
+    return list(batches)
+
+
+def _metrics(
+    config: RunConfig, run_dir: Path, world: World, progress: Progress, max_steps: int, *, fresh: bool
+) -> MetricsLog:
+    run_id = on_main(rundir.write_identity, config, run_dir)
+    return MetricsLog(
+        run_dir,
+        config,
+        is_main=world.is_main,
+        start_step=progress.step,
+        max_steps=max_steps,
+        run_id=run_id,
+        fresh=fresh,
+    )
+
+
+def _describe(config: RunConfig, loader: BatchLoader) -> dict[str, Any]:
+    """What a manifest says about the run, beside the state itself."""
+    return {"config": config.model_dump(mode="json"), "data": loader.state_dict(), "device": config.runtime.device}
+
+
+def _announce(run: Run, plan: ResumePlan, checkpoint: Checkpoint | None) -> None:
+    """The first lines of every run: where from, on what, how far. A resume can never be mistaken for a fresh start."""
+    config = run.config
+    parameters = sum(parameter.numel() for parameter in run.model.parameters())
+    ranks = f"{run.world.size} rank{'s' if run.world.size > 1 else ''}"
+    logger.info(f"{config.model.name}: {parameters / 1e6:.1f} M parameters, {config.model.dtype} on {ranks} x {devices.describe(run.device)}")
+    if checkpoint is None:
+        source = "random weights" if config.model.random_init else f"weights of {config.model.name}"
+        logger.info(f"fresh start: {source}, step 0, new optimizer, data from its beginning")
+    else:
+        logger.info(f"resumed from {checkpoint.path}: step {run.progress.step}, optimizer, schedule and data position")
+        for difference in plan.differences:
+            logger.info(f"  {difference}")
+    logger.info(f"training to step {run.last_step} of {run.max_steps}; {run.run_dir}/metrics.jsonl")

@@ -1,0 +1,92 @@
+"""The one training step: micro-batches in, one update out."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from trainer.core.distributed import sum_over_ranks
+from trainer.core.rng import seed_micro_step
+from trainer.data.batch import GlobalBatch, MicroBatch
+from trainer.optim.clip import clip_gradients
+
+LossFunction = Callable[[nn.Module, MicroBatch], Tensor]
+"""Returns the sum of the loss over a micro-batch's supervised tokens: 0-dim, float32, differentiable."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step measured, equal on all ranks.
+
+    Attributes:
+        loss: mean over the supervised tokens of the global batch, before the update.
+        grad_norm: global L2 norm before clipping.
+        finite: both are finite; when not, no update was applied.
+    """
+
+    loss: float
+    grad_norm: float
+    finite: bool
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_function: LossFunction,
+    batch: GlobalBatch,
+    *,
+    step: int,
+    seed: int,
+    rank: int,
+    device: torch.device,
+    max_norm: float | None,
+) -> StepResult:
+    """Runs forward and backward over this rank's micro-batches, then clips and updates.
+
+    Every micro-batch's loss sum is divided by the supervised tokens of the *whole global batch*, and gradients are summed
+    over ranks and micro-steps. So the same batch gives the same gradient however it is cut up.
+
+    Args:
+        step: updates done before this one; addresses the random draws.
+    """
+    denominator = max(1, batch.supervised_tokens)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for micro_step, micro_batch in enumerate(batch.micro_batches):
+        _reduce_over_replicas(model, micro_step == len(batch.micro_batches) - 1)
+        seed_micro_step(seed, step, micro_step, rank)
+        loss_sum = loss_function(model, micro_batch.to(device))
+        (loss_sum / denominator).backward()
+        total += loss_sum.detach()
+    loss = sum_over_ranks(total.item())[0] / denominator
+    grad_norm = clip_gradients(model.parameters(), max_norm).item()
+    finite = math.isfinite(loss) and math.isfinite(grad_norm)
+    if finite:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(loss=loss, grad_norm=grad_norm, finite=finite)
+
+
+def _reduce_over_replicas(model: nn.Module, is_last: bool) -> None:
+    """Reduce-scatters after every micro-step, so accumulated gradients stay sharded; HSDP's replicas reduce once."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(is_last)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, loss_function: LossFunction, batches: list[GlobalBatch], *, device: torch.device
+) -> tuple[float, int]:
+    """Returns (mean loss per supervised token, supervised tokens) over `batches`, without touching any state."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    was_training = model.training
+    model.eval()
+    for batch in batches:
+        for micro_batch in batch.micro_batches:
+            total += loss_function(model, micro_batch.to(device))
+    model.train(was_training)
+    tokens = sum(batch.supervised_tokens for batch in batches)
+    return sum_over_ranks(total.item())[0] / max(1, tokens), tokens

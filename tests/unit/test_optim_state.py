@@ -1,0 +1,171 @@
+"""Param groups and optimizer state: who is in which group, what is saved, and how it comes back."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.config.train import OptimConfig
+from trainer.errors import CheckpointMismatch, TrainingError
+from trainer.models.roles import parameter_roles
+from trainer.optim.build import build_optimizer
+from trainer.optim.groups import decay_groups
+from trainer.optim.state import OptimizerState
+
+
+class Tiny(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.wte = nn.Embedding(16, 8)
+        self.norm = nn.LayerNorm(8)
+        self.hidden = nn.Linear(8, 8)
+        self.output = nn.Linear(8, 16, bias=False)
+
+    def forward(self, ids):
+        return self.output(self.hidden(self.norm(self.wte(ids))))
+
+
+def make(config: OptimConfig | None = None, model: nn.Module | None = None):
+    model = model or Tiny()
+    config = config or OptimConfig(lr=0.01, weight_decay=0.1)
+    roles = parameter_roles(model, head=model.get_submodule("output"))
+    return model, build_optimizer(config, decay_groups(model.named_parameters(), roles, weight_decay=config.weight_decay))
+
+
+def train(model, optimizer, steps: int, start: int = 0):
+    for step in range(start, start + steps):
+        ids = torch.arange(step, step + 8) % 16
+        nn.functional.cross_entropy(model(ids), (ids + 1) % 16).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_roles_come_from_module_types_not_names():
+    roles = parameter_roles(Tiny(), head=None)
+    assert roles["wte.weight"] == "embedding"
+    assert parameter_roles(model := Tiny(), head=model.output)["output.weight"] == "head"
+    assert roles["norm.weight"] == roles["hidden.bias"] == "vector"
+    assert roles["hidden.weight"] == "matrix"
+
+
+def test_decay_policy_claims_every_parameter_once():
+    _, optimizer = make()
+    members = {group["name"]: group["param_names"] for group in optimizer.param_groups}
+    assert members == {
+        "decay": ["hidden.weight", "output.weight"],
+        "no_decay": ["wte.weight", "norm.weight", "norm.bias", "hidden.bias"],
+    }
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_unclaimed_and_twice_claimed_parameters_are_errors():
+    model = Tiny()
+    named = list(model.named_parameters())
+    roles = parameter_roles(model)
+    with pytest.raises(TrainingError, match=r"'extra'.*no param group"):
+        decay_groups([*named, ("extra", nn.Parameter(torch.zeros(2)))], roles, weight_decay=0.0)
+    with pytest.raises(TrainingError, match="two param groups"):
+        decay_groups([*named, ("hidden.weight", model.hidden.weight)], roles, weight_decay=0.0)
+
+
+@pytest.mark.parametrize("config", [OptimConfig(lr=0.01), OptimConfig(type="sgd", lr=0.01, momentum=0.9)])
+def test_state_made_at_construction_changes_nothing(config):
+    """F3, F4: complete before the first step, Adam's counter at 0, and the same run as torch's lazy state."""
+    model, optimizer = make(config)
+    before = copy.deepcopy(model.state_dict())
+    state = OptimizerState(optimizer).state_dict()["state"]
+    assert set(state) == {name for name, _ in model.named_parameters()}
+    for name, entries in state.items():
+        assert entries and all(not torch.is_tensor(value) or value.count_nonzero() == 0 for value in entries.values()), name
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+    lazy_model = Tiny()
+    groups = decay_groups(
+        lazy_model.named_parameters(),
+        parameter_roles(lazy_model, head=lazy_model.output),
+        weight_decay=config.weight_decay,
+    )
+    if config.type == "adamw":
+        lazy = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    else:
+        lazy = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+    train(model, optimizer, 3)
+    train(lazy_model, lazy, 3)
+    for ours, theirs in zip(model.parameters(), lazy_model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_round_trip_continues_bit_for_bit_and_would_not_without_the_restore():
+    model, optimizer = make()
+    train(model, optimizer, 3)
+    optimizer.param_groups[0]["lr"] = 0.0075
+    saved = copy.deepcopy(OptimizerState(optimizer).state_dict())
+    weights = copy.deepcopy(model.state_dict())
+    train(model, optimizer, 2, start=3)
+
+    def resumed(restore: bool):
+        other, fresh = make()
+        other.load_state_dict(weights)
+        held = fresh.param_groups[0]
+        if restore:
+            OptimizerState(fresh).load_state_dict(copy.deepcopy(saved))
+            assert held is fresh.param_groups[0]
+            assert held["lr"] == 0.0075
+            assert OptimizerState(fresh).verify(saved) == []
+        train(other, fresh, 2, start=3)
+        return all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
+
+    assert resumed(restore=True)
+    assert not resumed(restore=False)
+
+
+def test_run_local_entries_keep_the_live_value_and_are_not_saved():
+    _, optimizer = make()
+    saved = OptimizerState(optimizer).state_dict()
+    entries = saved["groups"][0]["entries"]
+    assert {"lr", "initial_lr", "betas", "eps", "weight_decay"} <= set(entries)
+    assert not {"params", "fused", "foreach", "capturable", "differentiable"} & set(entries)
+    foreign = copy.deepcopy(saved)
+    foreign["groups"][0]["entries"]["fused"] = "poison"
+    OptimizerState(optimizer).load_state_dict(foreign)
+    assert optimizer.param_groups[0]["fused"] is True
+
+
+def test_groups_are_matched_by_members_never_by_position():
+    model, optimizer = make()
+    saved = copy.deepcopy(OptimizerState(optimizer).state_dict())
+    saved["groups"][0]["entries"]["lr"], saved["groups"][1]["entries"]["lr"] = 0.5, 0.25
+    saved["groups"].reverse()
+    OptimizerState(optimizer).load_state_dict(saved)
+    assert {group["name"]: group["lr"] for group in optimizer.param_groups} == {"decay": 0.5, "no_decay": 0.25}
+
+
+def test_changed_membership_names_the_parameters_that_moved():
+    _, optimizer = make()
+    saved = copy.deepcopy(OptimizerState(optimizer).state_dict())
+    saved["groups"][0]["param_names"].remove("output.weight")
+    saved["groups"][1]["param_names"].append("output.weight")
+    with pytest.raises(CheckpointMismatch, match=r"output.weight: moved from group 'no_decay' to 'decay'"):
+        OptimizerState(optimizer).load_state_dict(saved)
+
+
+def test_overridden_entries_keep_the_configs_value():
+    _, optimizer = make()
+    saved = copy.deepcopy(OptimizerState(optimizer).state_dict())
+    for group in saved["groups"]:
+        group["entries"] |= {"lr": 1.0, "initial_lr": 1.0, "eps": 1e-3}
+    owner = OptimizerState(optimizer, keep=frozenset({"lr", "initial_lr"}))
+    owner.load_state_dict(saved)
+    assert owner.verify(saved) == []
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    assert optimizer.param_groups[0]["eps"] == 1e-3
+
+
+def test_entry_that_the_checkpoint_lacks_keeps_its_live_value():
+    _, optimizer = make()
+    saved = copy.deepcopy(OptimizerState(optimizer).state_dict())
+    del saved["groups"][0]["entries"]["eps"]
+    OptimizerState(optimizer).load_state_dict(saved)
+    assert optimizer.param_groups[0]["eps"] == 1e-8
