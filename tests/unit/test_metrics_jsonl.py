@@ -5,6 +5,7 @@ import math
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from trainer.train.sinks.jsonl import decode_row, encode_row, read_rows
 MAX_STEPS = 220
 
 
-def open_log(run_dir: Path, start_step: int, *, fresh: bool | None = None, **config: object) -> MetricsLog:
+def open_log(run_dir: Path, start_step: int, *, fresh: bool | None = None, **config: Any) -> MetricsLog:
     config = {"log": {"progress": "off"}} | config
     return MetricsLog(
         run_dir,
@@ -30,7 +31,7 @@ def open_log(run_dir: Path, start_step: int, *, fresh: bool | None = None, **con
     )
 
 
-def train(run_dir: Path, start_step: int, end_step: int, process: int, *, killed: bool = False, **config: object) -> None:
+def train(run_dir: Path, start_step: int, end_step: int, process: int, *, killed: bool = False, **config: Any) -> None:
     """A process that logs the steps after `start_step`; a killed one never closes its files."""
     log = open_log(run_dir, start_step, **config)
     for step in range(start_step + 1, end_step + 1):
@@ -126,7 +127,11 @@ def test_a_torn_line_in_the_events_does_not_hide_the_starts_around_it(tmp_path: 
     train(tmp_path, 5, 8, process=1, killed=True)
     train(tmp_path, 5, 10, process=2)
     old = read_rows(tmp_path / "metrics.superseded.jsonl")
-    assert [(row["step"], row["generation"]) for row in old] == [(s, 0) for s in range(6, 11)] + [(6, 1), (7, 1), (8, 1)]
+    assert [(row["step"], row["generation"]) for row in old] == [(s, 0) for s in range(6, 11)] + [
+        (6, 1),
+        (7, 1),
+        (8, 1),
+    ]
 
 
 def test_a_kill_between_moving_rows_and_cutting_the_file_moves_them_once(tmp_path: Path) -> None:
@@ -147,9 +152,9 @@ def test_a_kill_between_moving_rows_and_cutting_the_file_moves_them_once(tmp_pat
 
 
 def test_sample_ids_follow_the_same_rule(tmp_path: Path) -> None:
-    config = {"data": {"log_ids": True}}
-    train(tmp_path, 0, 12, process=0, killed=True, **config)
-    train(tmp_path, 10, 20, process=1, **config)
+    data = {"log_ids": True}
+    train(tmp_path, 0, 12, process=0, killed=True, data=data)
+    train(tmp_path, 10, 20, process=1, data=data)
     rows = read_rows(tmp_path / "samples.jsonl")
     assert rows == [{"step": step, "epoch": 0, "ids": [[f"0:{step}"]]} for step in range(1, 21)]
     assert steps_of(tmp_path / "samples.superseded.jsonl") == [11, 12]
@@ -175,7 +180,12 @@ def test_values_that_are_not_finite_are_strict_json_and_come_back() -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    assert json.loads(line, parse_constant=refuse) == {"step": 1, "loss": "NaN", "grad_norm": "Infinity", "x": "-Infinity"}
+    assert json.loads(line, parse_constant=refuse) == {
+        "step": 1,
+        "loss": "NaN",
+        "grad_norm": "Infinity",
+        "x": "-Infinity",
+    }
     row = decode_row(line)
     assert math.isnan(row["loss"])
     assert (row["grad_norm"], row["x"]) == (math.inf, -math.inf)

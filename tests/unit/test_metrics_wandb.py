@@ -1,4 +1,4 @@
-"""W&B offline: one id and one row per step over kills and resumes, read back with W&B's own log reader."""
+"""W&B offline: one id and one row per step over kills and resumes, read back with W&B's own reader of its logs."""
 
 import json
 import os
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from trainer.train.sinks.wandb_history import offline_logs, records
 
 CHILD = """
 import os, signal, sys
@@ -45,22 +47,38 @@ def _environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith("WANDB_") or key == "WANDB_SILENT"}
 
 
-def read_back(run_dir: Path) -> tuple[list[dict[str, Any]], set[str]]:
-    """All history rows of all logs in the order `wandb sync` uploads them, and the run ids."""
+Sent = tuple[int, int, float]
+"""Step, process and loss of a row of history."""
+
+
+def read_with_wandb(run_dir: Path) -> tuple[list[Sent], set[str]]:
+    """All rows of all logs in the order `wandb sync` uploads them, and the run ids; by W&B's own program."""
     rows, ids = [], set()
-    for path in sorted((run_dir / "wandb").glob("offline-run-*/*.wandb")):
+    for path in offline_logs(run_dir / "wandb", "m1id"):
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, env=_environment(), check=True)
         for record in map(json.loads, done.stdout.splitlines()):
             if record["type"] == "run":
                 ids.add(record["run"]["run_id"])
             if record["type"] == "history":
-                rows.append(record["history"])
+                rows.append(_sent(record["history"]["item"]))
     return rows, ids
 
 
-def summary(row: dict[str, Any]) -> tuple[int, int, float]:
-    items = row["item"]
+def read_back(run_dir: Path) -> tuple[list[Sent], set[str]]:
+    """The same by our reader, which the first test holds against W&B's; it needs no further processes."""
+    rows, ids = [], set()
+    for path in offline_logs(run_dir / "wandb", "m1id"):
+        for _, record in records(path):
+            if record.HasField("run"):
+                ids.add(record.run.run_id)
+            if record.HasField("history"):
+                items = {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                rows.append(_sent(items))
+    return rows, ids
+
+
+def _sent(items: dict[str, Any]) -> Sent:
     assert items["_step"] == items["step"]  # W&B's own counter is ours
     return items["step"], items["process"], items["loss"]
 
@@ -73,18 +91,21 @@ def test_a_crash_past_the_checkpoint_leaves_one_row_per_step(tmp_path: Path, end
     """
     train(tmp_path, 0, 212, 0, ending)
     train(tmp_path, 200, 220, 1)
-    rows, ids = read_back(tmp_path)
+    rows, ids = read_with_wandb(tmp_path)
     assert ids == {"m1id"}
-    assert [summary(row) for row in rows] == [(step, int(step > 200), 1 / step) for step in range(1, 221)]
+    assert rows == [(step, int(step > 200), 1 / step) for step in range(1, 221)]
+    assert read_back(tmp_path) == (rows, ids)
 
 
-def test_two_resumes_the_second_from_an_older_step(tmp_path: Path) -> None:
+def test_two_resumes_the_second_from_an_older_step_then_a_start_over(tmp_path: Path) -> None:
     train(tmp_path, 0, 10, 0)
     train(tmp_path, 10, 20, 1, "raised")
     train(tmp_path, 8, 25, 2)
     rows, ids = read_back(tmp_path)
     assert ids == {"m1id"}
-    assert [summary(row)[:2] for row in rows] == [(step, 0 if step <= 8 else 2) for step in range(1, 26)]
+    assert [row[:2] for row in rows] == [(step, 0 if step <= 8 else 2) for step in range(1, 26)]
+    train(tmp_path, 0, 3, 3)
+    assert [row[:2] for row in read_back(tmp_path)[0]] == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_a_log_that_was_uploaded_is_left_alone_and_its_steps_are_not_sent_again(tmp_path: Path) -> None:
@@ -96,7 +117,7 @@ def test_a_log_that_was_uploaded_is_left_alone_and_its_steps_are_not_sent_again(
     assert "W&B has steps up to 12 already" in said
     assert log.read_bytes() == before
     rows, _ = read_back(tmp_path)
-    assert [summary(row)[:2] for row in rows] == [(step, int(step > 12)) for step in range(1, 21)]
+    assert [row[:2] for row in rows] == [(step, int(step > 12)) for step in range(1, 21)]
 
 
 def test_wandb_switched_on_at_a_resume_gets_the_earlier_rows(tmp_path: Path) -> None:
@@ -104,7 +125,7 @@ def test_wandb_switched_on_at_a_resume_gets_the_earlier_rows(tmp_path: Path) -> 
     assert not (tmp_path / "wandb").exists()
     train(tmp_path, 10, 15, 1)
     rows, _ = read_back(tmp_path)
-    assert [summary(row)[:2] for row in rows] == [(step, int(step > 10)) for step in range(1, 16)]
+    assert [row[:2] for row in rows] == [(step, int(step > 10)) for step in range(1, 16)]
 
 
 def test_a_log_of_an_unknown_format_costs_a_warning_only(tmp_path: Path) -> None:
@@ -115,7 +136,7 @@ def test_a_log_of_an_unknown_format_costs_a_warning_only(tmp_path: Path) -> None
     assert "cannot read the earlier offline W&B logs" in said
     log.unlink()
     rows, _ = read_back(tmp_path)
-    assert [summary(row)[0] for row in rows] == [6, 7, 8]
+    assert [row[0] for row in rows] == [6, 7, 8]
 
 
 def test_wandb_that_cannot_start_is_one_warning_and_training_goes_on(tmp_path: Path) -> None:

@@ -31,7 +31,9 @@ def make(config: OptimConfig | None = None, model: nn.Module | None = None):
     model = model or Tiny()
     config = config or OptimConfig(lr=0.01, weight_decay=0.1)
     roles = parameter_roles(model, head=model.get_submodule("output"))
-    return model, build_optimizer(config, decay_groups(model.named_parameters(), roles, weight_decay=config.weight_decay))
+    return model, build_optimizer(
+        config, decay_groups(model.named_parameters(), roles, weight_decay=config.weight_decay)
+    )
 
 
 def train(model, optimizer, steps: int, start: int = 0):
@@ -78,7 +80,9 @@ def test_state_made_at_construction_changes_nothing(config):
     state = OptimizerState(optimizer).state_dict()["state"]
     assert set(state) == {name for name, _ in model.named_parameters()}
     for name, entries in state.items():
-        assert entries and all(not torch.is_tensor(value) or value.count_nonzero() == 0 for value in entries.values()), name
+        assert entries and all(
+            not torch.is_tensor(value) or value.count_nonzero() == 0 for value in entries.values()
+        ), name
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
     lazy_model = Tiny()

@@ -5,10 +5,10 @@ An *owner* is an object with
 * ``state_dict() -> dict``: a pure read. Tensor and DTensor leaves are live references (loading writes into them);
   other leaves are what `leaves` can carry. Tensors lie in dicts, never in lists.
 * ``load_state_dict(state)``: the same shape. Its tensors are the live ones, already filled.
-* optionally ``verify_ignore``: a set of entry names that belong to this run and not to the checkpoint (such as "fused"),
-  which the comparison after a load passes over at any depth;
-* optionally ``verify(saved) -> list[str]``: replaces that comparison; `saved` is what the checkpoint holds for the owner
-  except tensors, the answer one line for each entry that is wrong.
+* optionally ``verify_ignore``: a set of entry names that belong to this run and not to the checkpoint (such as
+  "fused"), which the comparison after a load passes over at any depth;
+* optionally ``verify(saved) -> list[str]``: replaces that comparison; `saved` is what the checkpoint holds for the
+  owner except tensors, the answer one line for each entry that is wrong.
 """
 
 import copy
@@ -22,16 +22,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.layout import Layout, owner_of, read_layout
+from trainer.checkpoint.layout import Layout, owner_of
 from trainer.checkpoint.leaves import compare_leaves, dump_leaves, load_leaves
-from trainer.checkpoint.paths import open_inside, read_exactly
 from trainer.checkpoint.storage import DTYPE_NAMES, load_tensors
+from trainer.checkpoint.tables import JSON_TENSOR, read_tables
 from trainer.core.distributed import gather_objects, on_main, raise_together
 from trainer.core.files import xxh3_bytes
-from trainer.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint
-
-JSON_TENSOR = "json"
-"""Name of the uint8 tensor that carries all non-tensor leaves."""
+from trainer.errors import CheckpointError, CheckpointMismatch
 
 _SHOWN = 10  # names listed in an error before "and N more"
 
@@ -106,11 +103,11 @@ class AppState:
     def load(self, directory: Path, *, skip: AbstractSet[str] = frozenset()) -> None:
         """Loads a checkpoint into the owners and proves that it took; collective.
 
-        Everything is checked against the checkpoint's tables before the first byte is written into a live tensor. Owners
-        named in `skip` keep their state; what the checkpoint holds for them is passed over.
+        Everything is checked against the checkpoint's tables before the first byte is written into a live tensor.
+        Owners named in `skip` keep their state; what the checkpoint holds for them is passed over.
 
         Raises:
-            CheckpointMismatch: the checkpoint does not fit, or an owner holds other values after loading; names the keys.
+            CheckpointMismatch: the checkpoint does not fit, or an owner holds other values after loading; names keys.
             CorruptCheckpoint: it cannot be read.
         """
         unknown = sorted(skip - self.owners.keys())
@@ -159,26 +156,6 @@ class AppState:
 
     def _parts(self, skip: AbstractSet[str] = frozenset()) -> dict[str, OwnerState]:
         return {name: _take_apart(name, owner.state_dict()) for name, owner in self.owners.items() if name not in skip}
-
-
-def read_tables(directory: Path) -> tuple[Layout, dict[str, dict[str, Any]]]:
-    """Returns the layout of a checkpoint's tensors and its leaves by owner, reading nothing else.
-
-    Raises:
-        CorruptCheckpoint: they are missing or malformed.
-    """
-    layout = read_layout(directory)
-    table = layout.get(JSON_TENSOR)
-    if table is None or table.dtype != "U8" or len(table.chunks) != 1:
-        raise CorruptCheckpoint(f"{directory} has no tensor {JSON_TENSOR!r} with the counters and group entries")
-    chunk = table.chunks[0]
-    path, data = directory / chunk.file, bytearray(chunk.size_bytes)
-    with open(open_inside(directory, chunk.file), "rb", buffering=0) as file:
-        read_exactly(file.fileno(), memoryview(data), chunk.start, path)
-    leaves = load_leaves(bytes(data), f"{path}: tensor {JSON_TENSOR!r}")
-    if not all(isinstance(part, dict) for part in leaves.values()):
-        raise CorruptCheckpoint(f"{path}: tensor {JSON_TENSOR!r} has no table for each owner")
-    return layout, leaves
 
 
 def _attempt(what: str, function: Callable[[], Any]) -> Any:

@@ -15,6 +15,7 @@ from trainer.checkpoint.paths import (
     MANIFEST,
     SUPERSEDED,
     is_our_file,
+    is_removed,
     is_temporary,
     os_errors,
     replaced_step_of,
@@ -30,7 +31,7 @@ class Status(StrEnum):
     NOT_RESUMABLE = "not resumable"
     """Whole, but its writer marked it as no place to go on from."""
     INCOMPLETE = "incomplete"
-    """Never committed, or its removal has begun."""
+    """Never committed, or on its way out."""
     CORRUPT = "corrupt"
     """Committed once; now a file is missing or differs."""
     SUPERSEDED = "superseded"
@@ -103,6 +104,8 @@ def _inspect(entry: os.DirEntry, siblings: set[str]) -> Candidate:
         return Candidate(path, None, Status.FOREIGN, "not a directory")
     if is_temporary(entry.name):
         return Candidate(path, None, Status.INCOMPLETE, "a save in progress, or one that was interrupted")
+    if is_removed(entry.name):
+        return Candidate(path, None, Status.INCOMPLETE, "a removal in progress, or one that was interrupted")
     replaced = replaced_step_of(entry.name)
     if replaced is not None:
         if step_name(replaced) in siblings:
@@ -185,8 +188,8 @@ def locate(text: str | Path) -> tuple[Path, bool]:
     whose = _why_foreign(path)
     if whose.startswith("a model directory"):
         raise CheckpointError(
-            f"{text} is a model directory: it has weights, but no optimizer state, schedule or data position to resume; "
-            f"to start from its weights at step 0 use --model.name {text}"
+            f"{text} is a model directory: it has weights, but no optimizer state, schedule or data position to resume "
+            f"from; to start from its weights at step 0 use --model.name {text}"
         )
     detail = f" ({whose})" if whose else ""
     raise CheckpointError(f"{text} holds no checkpoint of this trainer{detail}: neither {MANIFEST} nor {CHECKPOINTS}/")

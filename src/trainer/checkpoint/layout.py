@@ -110,7 +110,7 @@ def read_layout(directory: Path) -> Layout:
 def parse_layout(data: bytes, where: str) -> Layout:
     try:
         document = json.loads(data)
-    except ValueError as error:  # also bytes that are no UTF-8
+    except (ValueError, RecursionError) as error:  # ValueError: also bytes that are no UTF-8
         raise CorruptCheckpoint(f"{where} is not JSON: {error}") from error
     if not isinstance(document, dict) or not isinstance(document.get("tensors"), dict):
         raise CorruptCheckpoint(f"{where} has no table of tensors")
@@ -122,14 +122,14 @@ def parse_layout(data: bytes, where: str) -> Layout:
 
 
 def _parse_tensor(entry: Any, where: str) -> TensorLayout:
-    if not isinstance(entry, dict) or entry.get("dtype") not in ITEM_BYTES:
-        found = entry.get("dtype") if isinstance(entry, dict) else entry
-        raise CorruptCheckpoint(f"{where} has no known dtype (found {found!r})")
+    dtype = entry.get("dtype") if isinstance(entry, dict) else None
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise CorruptCheckpoint(f"{where} has no known dtype (found {dtype!r})")
     shape = _numbers(entry.get("shape"), f"{where}: shape")
     chunks = entry.get("chunks")
     if not isinstance(chunks, list):
         raise CorruptCheckpoint(f"{where} has no list of chunks")
-    tensor = TensorLayout(entry["dtype"], shape, tuple(_parse_chunk(chunk, where) for chunk in chunks))
+    tensor = TensorLayout(dtype, shape, tuple(_parse_chunk(chunk, where) for chunk in chunks))
     for chunk in tensor.chunks:
         inside = len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
             offset + size <= extent for offset, size, extent in zip(chunk.offsets, chunk.sizes, shape, strict=True)

@@ -1,9 +1,9 @@
 """The non-tensor state of a run (counters, group entries, cursors, names) as one JSON document, exactly.
 
 What goes in comes out with the same type and the same bits: integers of any size, floats (Python writes the shortest
-text that reads back to the same float; infinities and NaN get a tag), strings, booleans, None, lists, tuples (tagged) and
-dicts with string keys. Everything else is an error that names the key: a value that JSON would quietly change, such as
-a numpy number or an enum, has no place in a checkpoint.
+text that reads back to the same float; infinities and NaN get a tag), strings, booleans, None, lists, tuples (tagged)
+and dicts with string keys. Everything else is an error that names the key: a value that JSON would quietly change, such
+as a numpy number or an enum, has no place in a checkpoint.
 """
 
 import json
@@ -33,10 +33,9 @@ def load_leaves(data: bytes, where: str) -> dict[str, Any]:
         CorruptCheckpoint: `data` is no such document.
     """
     try:
-        document = json.loads(data)
+        leaves = _decode(json.loads(data), where)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{where} is not JSON: {error}") from error
-    leaves = _decode(document, where)
     if not isinstance(leaves, dict):
         raise CorruptCheckpoint(f"{where} holds {type(leaves).__name__}, expected a table")
     return leaves
@@ -55,8 +54,8 @@ def _encode(value: Any, key: str) -> Any:
         return {_checked_key(name, key): _encode(item, join(key, name)) for name, item in value.items()}
     raise CheckpointError(
         f"state {key!r} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold exactly; "
-        "its owner's state_dict must return int, float, str, bool, None, lists and tuples of these, dicts with string keys, "
-        "and tensors inside dicts (not inside lists)"
+        "its owner's state_dict must return int, float, str, bool, None, lists and tuples of these, dicts with string "
+        "keys, and tensors inside dicts (not inside lists)"
     )
 
 
@@ -88,7 +87,7 @@ def join(key: str, name: str) -> str:
 
 
 def flatten_leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields each scalar with its name, such as "optimizer.groups[0].lr"; an empty list or dict is yielded as itself."""
+    """Yields each scalar with its name, such as "optimizer.groups[0].lr"; an empty list or dict counts as a scalar."""
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
             yield from flatten_leaves(item, join(key, name))
@@ -111,8 +110,8 @@ def same(a: Any, b: Any) -> bool:
 def compare_leaves(saved: Any, live: Any, key: str = "", ignore: AbstractSet[str] = frozenset()) -> list[str]:
     """Returns one line for each saved entry that the live state does not have, or has with another value.
 
-    Live entries that were not saved are fine: they keep the value that this run gave them. Dict entries whose name is in
-    `ignore` are passed over at any depth.
+    Live entries that were not saved are fine: they keep the value that this run gave them. Dict entries whose name is
+    in `ignore` are passed over at any depth.
     """
     if isinstance(saved, Mapping) and isinstance(live, Mapping):
         lines = []

@@ -10,13 +10,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from trainer.checkpoint.app_state import AppState
 from trainer.checkpoint.discovery import Candidate, Checkpoint, Status, discover, inspect_step, locate, newest_first
+from trainer.checkpoint.leaves import load_leaves
 from trainer.checkpoint.manifest import Manifest, check_bytes
 from trainer.checkpoint.paths import CHECKPOINTS, SUPERSEDED, step_name
 from trainer.checkpoint.retention import plan_removals
 from trainer.checkpoint.storage import DTYPE_NAMES, global_bytes
 from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.tables import JSON_TENSOR
 from trainer.core.distributed import gather_objects, on_main, world_from_env
 from trainer.core.files import FileRecord
 from trainer.core.log import logger
@@ -47,7 +51,7 @@ class CheckpointManager:
         self._tidied = False
 
     def due(self, step: int, max_steps: int) -> bool:
-        """Whether a checkpoint is written after `step` updates: each `ckpt.interval`, and at the end if `ckpt.at_end`."""
+        """Whether a checkpoint is due after `step` updates: each `ckpt.interval`, and at the end if `ckpt.at_end`."""
         interval = self.config.interval
         return (interval > 0 and step > 0 and step % interval == 0) or (self.config.at_end and step == max_steps)
 
@@ -68,7 +72,7 @@ class CheckpointManager:
             return final
         self._tidy_once()
         state = self.app.state_dict()
-        self._check_step(step)
+        self._check_step(step, state)
         self.app.check_agreement(state)
         dtypes = Counter(DTYPE_NAMES[tensor.dtype] for tensor in state.values())
 
@@ -109,9 +113,10 @@ class CheckpointManager:
             except CheckpointError as error:
                 logger.warning(f"the disk may fill up during this run: {error}")
 
-    def _check_step(self, step: int) -> None:
+    def _check_step(self, step: int, state: Mapping[str, Tensor]) -> None:
         """A checkpoint's name and its contents must not disagree: the step is counted first and saved then."""
-        counted = self.app.leaves().get("progress", {}).get("step", step)
+        leaves = load_leaves(state[JSON_TENSOR].numpy().tobytes(), "this run's state")
+        counted = leaves.get("progress", {}).get("step", step)
         if counted != step:
             raise CheckpointError(f"asked to save step {step}, but the run's own counter stands at {counted}")
 
@@ -151,14 +156,13 @@ class CheckpointManager:
         for candidate in candidates:
             problem = candidate.reason if candidate.status is not Status.COMMITTED else self._verify(candidate)
             if problem is None:
-                return Checkpoint(candidate.path, candidate.manifest.step, candidate.manifest)
+                return candidate.checkpoint()
             if explicit:
                 raise _refusal(candidate, problem)
             rejected.append(f"{candidate.path.name}: {candidate.status}: {problem}")
             if self.world.is_main:
                 logger.warning(f"not resuming from {rejected[-1]}")
-        harmless = all(candidate.status is Status.INCOMPLETE for candidate in candidates)
-        if resume.if_exists and harmless:
+        if resume.if_exists and not candidates:  # where there were some and none is usable, starting over loses a run
             return None
         listed = "".join(f"\n  {line}" for line in rejected)
         hint = "" if candidates else "; leave --resume out to start fresh, or give --resume.if-exists for both cases"
@@ -202,7 +206,7 @@ class CheckpointManager:
             candidate = inspect_step(directory)
             if resume.step is not None and candidate.step != resume.step:
                 raise CheckpointError(
-                    f"--resume.dir {resume.dir} is step {candidate.step}, --resume.step asks for {resume.step}; give one"
+                    f"--resume.dir {resume.dir} is step {candidate.step}, not {resume.step} as --resume.step asks"
                 )
             return [candidate], True, directory
         candidates = newest_first(discover(directory))

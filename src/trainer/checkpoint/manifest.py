@@ -101,11 +101,11 @@ def read_manifest(directory: Path) -> Manifest:
     """Reads `manifest.json` of a checkpoint directory.
 
     Raises:
-        IncompleteCheckpoint: there is none: the directory was never committed, or its removal has begun.
+        IncompleteCheckpoint: there is none: this is no committed checkpoint.
         CorruptCheckpoint, CheckpointError: as `parse_manifest`.
     """
     if not os.path.lexists(directory / MANIFEST):
-        raise IncompleteCheckpoint(f"{directory} has no {MANIFEST}: the save was interrupted, or a removal has begun")
+        raise IncompleteCheckpoint(f"{directory} has no {MANIFEST}: it is no committed checkpoint")
     return parse_manifest(read_inside(directory, MANIFEST), str(directory / MANIFEST))
 
 

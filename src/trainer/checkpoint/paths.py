@@ -18,6 +18,7 @@ SUPERSEDED = "superseded"
 
 _STEP = re.compile(r"step_(\d{8,})")
 _TEMPORARY = re.compile(r"step_\d{8,}\.tmp-[0-9a-f]+")
+_REMOVED = re.compile(r"step_\d{8,}\.removed-[0-9a-f]+")
 _REPLACED = re.compile(r"step_(\d{8,})\.replaced-[0-9a-f]+")
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _OURS = re.compile(r"rank_\d{5,}\.safetensors|metadata\.json|manifest\.json|\.lock")
@@ -43,6 +44,11 @@ def replaced_step_of(name: str) -> int | None:
 def is_temporary(name: str) -> bool:
     """Whether the name is that of a save in progress, or of one that was interrupted."""
     return _TEMPORARY.fullmatch(name) is not None
+
+
+def is_removed(name: str) -> bool:
+    """Whether the name is that of a checkpoint whose removal has begun."""
+    return _REMOVED.fullmatch(name) is not None
 
 
 def is_our_file(name: str) -> bool:

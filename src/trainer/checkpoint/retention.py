@@ -1,4 +1,4 @@
-"""Which checkpoints may go. A pure function of what is on disk, so that it can be read, tested and shown before it acts."""
+"""Which checkpoints may go: a pure function of what is on disk, so that it can be tested, and shown before it acts."""
 
 from collections.abc import Iterable
 

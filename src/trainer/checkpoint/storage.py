@@ -1,7 +1,7 @@
 """Tensors of a run to and from the files of a checkpoint, through torch.distributed.checkpoint (DCP).
 
-DCP plans: which rank writes which chunk (a replicated tensor once), and which saved chunks overlap what a rank wants, so
-that a checkpoint of any world size and mesh loads at any other. The bytes are ours: one safetensors file per rank
+DCP plans: which rank writes which chunk (a replicated tensor once), and which saved chunks overlap what a rank wants,
+so that a checkpoint of any world size and mesh loads at any other. The bytes are ours: one safetensors file per rank
 (`layout`), written straight from the tensors and read straight into them. No pickle, zip or `torch.save` is involved,
 and DCP's own file formats are never read.
 """
@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -30,6 +29,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -52,7 +53,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def save_tensors(directory: Path, state: Mapping[str, Tensor]) -> dict[str, FileRecord]:
-    """Writes `state` into `directory`; collective. Returns the files that THIS rank wrote, synced, not yet named durably.
+    """Writes `state` into `directory`; collective. Returns the files that this rank wrote; their bytes are synced.
 
     state: flat names -> plain tensors (equal on all ranks) or DTensors, on any device.
 
@@ -62,7 +63,7 @@ def save_tensors(directory: Path, state: Mapping[str, Tensor]) -> dict[str, File
     writer = ShardWriter(directory, rank=dist.get_rank() if dist.is_initialized() else 0)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _dcp_errors(f"cannot write the checkpoint {directory.name}"), torch.no_grad():
-        dcp.save(dict(state), storage_writer=writer, planner=planner, no_dist=not dist.is_initialized())
+        dcp_save(dict(state), storage_writer=writer, planner=planner, no_dist=not dist.is_initialized())
     return writer.written
 
 
@@ -77,7 +78,7 @@ def load_tensors(directory: Path, layout: Layout, state: Mapping[str, Tensor]) -
     reader = ShardReader(directory, layout)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _dcp_errors(f"cannot read the checkpoint {directory}"), torch.no_grad():
-        dcp.load(dict(state), storage_reader=reader, planner=planner, no_dist=not dist.is_initialized())
+        dcp_load(dict(state), storage_reader=reader, planner=planner, no_dist=not dist.is_initialized())
 
 
 def global_bytes(state: Mapping[str, Tensor]) -> int:
@@ -114,7 +115,7 @@ def _text(error: BaseException) -> str:
 
 def _tensor_bytes(tensor: Tensor) -> memoryview:
     """Returns the memory of a contiguous CPU tensor as writable bytes, without a copy."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 class ShardWriter(StorageWriter):

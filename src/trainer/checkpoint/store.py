@@ -2,8 +2,9 @@
 
 A save writes ``step_00000012.tmp-<token>/`` (each rank its shard, then the manifest), syncs it, and renames it to
 ``step_00000012/``: that rename is the commit. Where the step exists already, the old directory is first renamed to
-``step_00000012.replaced-<token>/``, which `discovery` takes for the step until the new one is in place. A removal takes
-the manifest first. Whatever a crash leaves behind is told by its name and removed by `tidy` at the next start.
+``step_00000012.replaced-<token>/``, which `discovery` takes for the step until the new one is in place. A removal
+renames to ``step_00000012.removed-<token>/`` and takes the manifest first. So whatever a crash leaves behind is told by
+its name, and `tidy` clears it up at the next start; a directory that is called step_... is never removed on suspicion.
 
 All ranks call `write`; everything else runs on rank 0 alone, through `on_main`.
 """
@@ -22,6 +23,7 @@ from trainer.checkpoint.paths import (
     LOCK,
     MANIFEST,
     SUPERSEDED,
+    is_removed,
     is_temporary,
     os_errors,
     replaced_step_of,
@@ -52,8 +54,8 @@ class CheckpointStore:
         describe: makes the manifest from the records of all files; called on rank 0.
 
         Raises:
-            CheckpointError: on every rank, if any rank failed; names ranks, files and reasons. What was committed before
-                still is.
+            CheckpointError: on every rank, if any rank failed; names ranks, files and reasons. What was committed
+                before still is.
         """
         needed_bytes = global_bytes(state)
         temporary = on_main(self._begin, step, needed_bytes)
@@ -106,8 +108,8 @@ class CheckpointStore:
             check_sizes(temporary, manifest)
         except CorruptCheckpoint as error:
             raise CheckpointError(
-                f"{error}: what a rank wrote is not what rank 0 sees; {self.directory} must be on a file system that all "
-                "ranks share"
+                f"{error}: what a rank wrote is not what rank 0 sees; {self.directory} must be on a file system that "
+                "all ranks share"
             ) from error
         with os_errors(f"cannot commit the checkpoint of step {step}"):
             files.fsync_dir(temporary)  # the shards' names; their bytes were synced by the ranks that wrote them
@@ -157,13 +159,15 @@ class CheckpointStore:
             self._lock_fd = None
 
     def remove(self, path: Path) -> None:
-        """Removes a checkpoint, its manifest first.
+        """Removes a checkpoint; from the first moment on it is none.
 
         Raises:
-            CheckpointError: the rest could not be removed; it is no checkpoint any more.
+            CheckpointError: it, or what is left of it, could not be removed.
         """
+        doomed = path.with_name(f"{path.name}.removed-{secrets.token_hex(4)}")
         with os_errors(f"cannot remove {path}"):
-            files.remove_tree(path, MANIFEST)
+            files.rename(path, doomed)
+            files.remove_tree(doomed, MANIFEST)
 
     def tidy(self) -> list[str]:
         """Ends what a crash interrupted: puts a replaced checkpoint back, removes leftovers. Returns what was done.
@@ -180,7 +184,7 @@ class CheckpointStore:
                     done.append(f"{name} put back as {step_name(replaced)}: writing it anew was interrupted")
                 elif candidate.status is not Status.INCOMPLETE or (is_temporary(name) and _is_locked(path)):
                     continue
-                elif is_temporary(name) or replaced is not None or step_of(name) is not None:
+                elif is_temporary(name) or is_removed(name) or replaced is not None:
                     files.remove_tree(path, MANIFEST)
                     done.append(f"{name} removed: {candidate.reason}")
         return done

@@ -33,10 +33,12 @@ def main(argv: list[str], command: str = "config") -> int:
 
 def _toml_schema(node: Any) -> Any:
     """TOML has no null: where the schema says null, a file says "none"."""
-    if isinstance(node, list):
-        return [_toml_schema(item) for item in node]
-    if not isinstance(node, dict):
-        return node
+    if node is None:
+        return "none"
     if node == {"type": "null"}:
         return {"const": "none"}
-    return {key: "none" if key == "default" and value is None else _toml_schema(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_toml_schema(item) for item in node]
+    if isinstance(node, dict):
+        return {key: _toml_schema(value) for key, value in node.items()}
+    return node

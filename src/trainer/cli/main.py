@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         if int(os.environ.get("RANK", "0")) > 0:  # every rank has read the same config
             time.sleep(RANK_GRACE_SECONDS)
         else:
-            _print_error(error)
+            print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except TrainerError as error:
         _print_error(error)

@@ -61,8 +61,8 @@ class Difference:
 def differences(saved: RunConfig, current: RunConfig, override: Iterable[str] = ()) -> list[Difference]:
     """Every key whose value differs, in the order of the config, and whose value a resume uses.
 
-    ``override`` defaults to nothing; pass ``current.resume.override``. A table that only one side has is compared by its
-    keys, with None for the other side. `resume` itself and `overwrite` describe one start, not the run: left out.
+    ``override`` is ``resume.override``. A table that only one side has is compared by its keys, with None for the other
+    side. `resume` itself and `overwrite` describe one start, not the run: left out.
     """
     before, now = _flat(saved), _flat(current)
     found = []

@@ -17,7 +17,7 @@ class SourceConfig(Section):
     subset: str | None = None
     """Configuration name of a Hugging Face data set; ignored for files."""
     weight: PositiveFloat | None = None
-    """Share of this source in the mix, relative to the other weights. Without any weight, every row is seen once an epoch."""
+    """Share of this source in the mix, relative to the other weights. Without any, every row is seen once an epoch."""
     format: Literal["auto", "messages", "completion", "text"] = "auto"
     """Row layout: `messages` (+`tools`), `prompt`+`completion`, or `text`; "auto" looks at the first row's keys."""
 
@@ -53,9 +53,9 @@ class DataConfig(Section):
     batch_size: PositiveInt = 64
     """Rows in one optimizer step, over all ranks and micro-steps."""
     micro_batch_size: PositiveInt = 1
-    """Rows of one rank in one micro-step. Accumulation = batch_size / (micro_batch_size x data ranks); it never changes the result."""
+    """Rows of one rank in one micro-step; batch_size / (micro_batch_size x ranks) micro-steps make a step, the same step."""
     epoch_end: Literal["carry", "flush"] = "carry"
-    """"carry": batches run on across the end of an epoch; "flush": the epoch's last, shorter batch is applied by itself."""
+    """"carry": batches run on across the end of an epoch; "flush": an epoch's last, shorter batch is applied by itself."""
     shuffle: bool = True
     """Draw a new order of documents for every epoch from `seed`."""
     num_workers: NonNegativeInt = 0

@@ -23,7 +23,7 @@ class Loaded(Generic[ConfigT]):
 
     config: ConfigT
     origins: Mapping[str, str]
-    """Dotted key of every value -> "default", the path of a file, or "flag --optim.lr"; also of tables that were given."""
+    """Dotted key of every value (and of tables that were named) -> "default", a file's path, or "flag --optim.lr"."""
 
     def dump_toml(self, comments: bool = True) -> str:
         """The whole config as a TOML document, which loads to an equal config; origins are trailing comments."""
@@ -135,15 +135,13 @@ class _Tree:
         return node
 
     def _replace(self, key: Key, value: Any, origin: str) -> None:
+        if not isinstance(self._get(key[:-1]), (dict, list)):
+            self._replace(key[:-1], {}, origin)  # the table that it belongs into
         name = dotted(key)
-        self.origins = {
-            other: o for other, o in self.origins.items() if other != name and not other.startswith(f"{name}.")
-        }
+        inside = f"{name}."
+        self.origins = {k: o for k, o in self.origins.items() if k != name and not k.startswith(inside)}
         self.origins[name] = origin
         node = self._get(key[:-1])
-        if not isinstance(node, (dict, list)):
-            self._replace(key[:-1], {}, origin)
-            node = self._get(key[:-1])
         if isinstance(node, list):
             node[int(key[-1])] = value
         else:

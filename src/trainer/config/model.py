@@ -25,7 +25,7 @@ class ModelConfig(Section):
     attention: Literal["auto", "sdpa", "varlen"] = "auto"
     """"sdpa" runs everywhere; "varlen" is the GPU path for packed rows; "auto" takes varlen where it can."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """"full" recomputes every block in backward, "selective" all but the matrix products' inputs: less memory, more time."""
+    """"full" recomputes every block in backward, "selective" all but the matrix products: less memory, more time."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile for each block; "auto" is on for GPUs and off on CPU, where compiling costs more than it saves."""
     loss_chunk_tokens: PositiveInt | None = None

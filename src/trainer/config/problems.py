@@ -53,7 +53,7 @@ def shown(value: Any) -> str:
 
 
 def origin_of(origins: Mapping[str, str], key: str) -> str:
-    """Where the value at ``key`` comes from: its own origin, else that of something inside it, else of what it is in."""
+    """Where the value at ``key`` comes from: its own origin, or that of something inside it, or of the list it is in."""
     inside = next((origin for name, origin in origins.items() if name.startswith(f"{key}.")), None)
     if key in origins or inside:
         return origins.get(key) or inside or ""
@@ -79,10 +79,12 @@ def _explain(root: type[BaseModel], detail: ErrorDetails, origins: Mapping[str, 
         if isinstance(found, dict) and found and not any(_is_table(root, other) for other in nearest(root, key)):
             keys = [(*key, str(inner)) for inner in found]  # another trainer's table: say where each of its keys is
         return [Problem(dotted(k), no_such_key(root, k), origin_of(origins, dotted(k))) for k in keys]
-    if detail["type"] == "missing":
-        parent = dotted(key[:-1])
-        return [Problem(name, "required, but not set", origin_of(origins, parent) if parent else "")]
     shape = lookup(root, key)
+    if detail["type"] == "missing":
+        table = lookup(root, key[:-1])
+        if table and table.kind == "section":
+            return [Problem(name, "required, but not set", origin_of(origins, dotted(key[:-1])) if key[:-1] else "")]
+        shape, name = table, dotted(key[:-1])  # a list of fixed length that is too short
     expected = shape.expects() if shape else detail["msg"]
     if shape and shape.kind == "sections" and isinstance(found, dict):
         expected += f"; begin each with [[{name}]]"

@@ -126,7 +126,7 @@ def _step_rules(c: RunConfig, max_steps: int | None) -> Iterator[_Broken]:
     if s.decay_steps is not None and s.type != "linear":
         yield _Broken(
             ("scheduler.decay_steps", "scheduler.type"),
-            f'a {s.type} schedule has no decay_steps: unset it (scheduler.decay_steps = "none") or use scheduler.type = "linear"',
+            f'a {s.type} schedule has no decay_steps: set scheduler.decay_steps = "none", or scheduler.type = "linear"',
         )
     if s.min_lr > c.optim.lr:
         yield _Broken(("scheduler.min_lr", "optim.lr"), "scheduler.min_lr must not exceed the peak, optim.lr")
@@ -141,7 +141,7 @@ def _step_rules(c: RunConfig, max_steps: int | None) -> Iterator[_Broken]:
     elif s.warmup_steps + decay_steps > max_steps:
         yield _Broken(
             ("scheduler.warmup_steps", "scheduler.decay_steps", "max_steps"),
-            f"warmup and decay take {s.warmup_steps + decay_steps} steps, more than the run has: lower one of them or raise max_steps",
+            f"warmup and decay take {s.warmup_steps + decay_steps} steps, more than the run has: lower one or raise max_steps",
         )
     if c.stop_step is not None and c.stop_step > max_steps:
         yield _Broken(
@@ -174,7 +174,7 @@ def _resume_rules(c: RunConfig) -> Iterator[_Broken]:
     if c.overwrite and (source is None or _inside(source, c.output_dir)):
         yield _Broken(
             ("overwrite", "resume.dir", "output_dir"),
-            "overwrite moves the run aside that is to be resumed: drop one of the two, or resume into another output_dir",
+            "overwrite moves the run aside that is to be resumed: drop one of the two, or set another output_dir",
         )
     for name in c.resume.override:
         key = tuple(name.split("."))

@@ -38,7 +38,7 @@ class SchedulerConfig(Section):
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warmup from `min_lr` (at least 1e-8 of the peak) to the peak."""
     decay_steps: NonNegativeInt | None = None
-    """"linear": steps of the final decay; unset = everything after the warmup. "cosine" always decays over all of it."""
+    """"linear": steps of the final decay; unset = everything after the warmup, which "cosine" always takes."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the start of the warmup and at the end of the decay."""
 
@@ -64,13 +64,13 @@ class ResumeConfig(Section):
     """Present = resume. A bare `--resume` takes the newest resumable checkpoint of `output_dir`."""
 
     dir: str | None = None
-    """A step directory, or a run directory whose newest resumable step is taken. Another run's directory makes a fork."""
+    """A step directory, or a run directory whose newest resumable step is taken. Another run's makes a fork."""
     step: NonNegativeInt | None = None
     """Resume from exactly this step; newer checkpoints of the run move to superseded/."""
     if_exists: bool = False
     """Start fresh when there is nothing to resume from (for jobs that are simply launched again)."""
     override: tuple[str, ...] = ()
-    """Config keys that win over the checkpoint, such as ["optim.lr", "scheduler"]; everything else is the checkpoint's."""
+    """Config keys that win over the checkpoint's, such as ["optim.lr", "scheduler"]. See docs/config.md."""
 
 
 class WandbConfig(Section):

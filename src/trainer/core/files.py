@@ -193,7 +193,7 @@ def remove_tree(path: Path, marker: str) -> None:
 
 
 def xxh3(source: Path | int) -> str:
-    """Returns the xxh3-64 of a file's bytes as 16 hex digits; `source` is a path or an open descriptor (read from 0)."""
+    """Returns the xxh3-64 of a whole file as 16 hex digits; `source` is a path or an open descriptor."""
     fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC) if isinstance(source, Path) else source
     try:
         digest = xxhash.xxh3_64()

@@ -72,6 +72,9 @@ class _ToLoguru(logging.Handler):
     """Passes records of the standard ``logging`` on, at the same level, under the library's name."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "routed", False):  # some libraries pass their records on to the root logger as well
+            return
+        record.routed = True
         self._remove_siblings(record)
         try:
             level: str | int = logger.level(record.levelname).name

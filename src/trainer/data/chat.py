@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from trainer.core.log import logger
-from trainer.data.rows import Conversation, RowError, Text
+from trainer.data.rows import Conversation, RowError, Text, with_text_arguments
 from trainer.data.spans import SpanFinder
 from trainer.errors import DataError
 
@@ -51,10 +52,11 @@ class Encoder:
             )
         # Rows are tokenized on all cores; loader workers are forked later and never tokenize, so no deadlock lurks.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-        self.tokenizer = tokenizer
+        self.tokenizer: Any = tokenizer  # what its methods return depends on their flags
         self.train_on = frozenset(train_on)
         self.name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
-        self._spans = SpanFinder(self._render, [token.content for token in tokenizer.added_tokens_decoder.values()])
+        self._added_tokens = [token.content for token in tokenizer.added_tokens_decoder.values()]
+        self._spans = SpanFinder(self._render, self._added_tokens)
         self._checked_template = False
         self._checked_end = False
 
@@ -63,15 +65,26 @@ class Encoder:
         results: list[Document | RowError] = []
         for kind, group in groupby(documents, key=self._kind):
             batch = list(group)
-            encode = {"text": self._encode_texts, "marked": self._encode_marked, "chat": self._encode_chats}[kind[0]]
             try:
-                results += encode(batch)
+                results += self._encode(kind[0], batch)
             except _ROW_FAILURES as error:
                 if len(batch) == 1:
-                    results.append(RowError(f"cannot be tokenized: {_first_line(error)}"))
+                    results.append(self._encode_differently(kind[0], batch[0], error))
                 else:  # one of them is bad: find out which
                     results += [result for document in batch for result in self.encode([document])]
         return results
+
+    def _encode(self, kind: str, batch: list[Any]) -> list[Document | RowError]:
+        return {"text": self._encode_texts, "marked": self._encode_marked, "chat": self._encode_chats}[kind](batch)
+
+    def _encode_differently(self, kind: str, document: Text | Conversation, error: Exception) -> Document | RowError:
+        """The second and last attempt at a document."""
+        if isinstance(document, Text):
+            return RowError(f"cannot be tokenized: {_first_line(error)}")
+        if any("tool_calls" in message for message in document.messages):
+            with suppress(*_ROW_FAILURES):  # the first error is the one to tell
+                return self._encode(kind, [with_text_arguments(document)])[0]
+        return RowError(f"the chat template of {self.name} failed: {_first_line(error)}")
 
     def _kind(self, document: Text | Conversation) -> tuple[str, str]:
         """How a document is encoded; neighbours of equal kind are tokenized in one call."""
@@ -92,7 +105,9 @@ class Encoder:
         if not self._checked_template:
             self._checked_template = True
             if "strftime_now" in template:
-                logger.warning("the chat template of {} reads today's date: tokens depend on the day they are made", self.name)
+                logger.warning(
+                    "the chat template of {} reads today's date: tokens depend on the day they are made", self.name
+                )
         return template
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, generation_prompt: bool = False) -> str:
@@ -107,7 +122,11 @@ class Encoder:
         encoded = self._tokenize([text.text for text in texts], add_special_tokens=True)
         results: list[Document | RowError] = []
         for text, (ids, offsets) in zip(texts, encoded, strict=True):
-            mask = (offsets[:, 1] > text.prompt_chars).astype(np.uint8) if text.prompt_chars else np.ones_like(ids, np.uint8)
+            mask = (
+                (offsets[:, 1] > text.prompt_chars).astype(np.uint8)
+                if text.prompt_chars
+                else np.ones_like(ids, np.uint8)
+            )
             if eos is not None:  # some tokenizers add it themselves
                 if not ids.size or ids[-1] != eos:
                     ids, mask = np.append(ids, np.int32(eos)), np.append(mask, np.uint8(1))
@@ -129,13 +148,11 @@ class Encoder:
             for start, end in spans:  # a token that reaches over a border counts as inside
                 mask |= ((offsets[:, 1] > start) & (offsets[:, 0] < end)).astype(np.uint8)
             results.append((ids, mask))
+            self._check_end_of_turn(ids, mask)
         return results
 
     def _render_with_spans(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]] | RowError]:
-        try:
-            full = self._render(conversation.messages, conversation.tools)
-        except _ROW_FAILURES as error:
-            return "", RowError(f"the chat template of {self.name} failed: {_first_line(error)}")
+        full = self._render(conversation.messages, conversation.tools)
         try:
             return full, self._spans.find(conversation, full, self.train_on)
         except RowError as error:
@@ -155,20 +172,22 @@ class Encoder:
         )
         pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
         documents = [(np.asarray(ids, np.int32), np.asarray(mask, np.uint8)) for ids, mask in pairs]
-        self._check_marked_end(*documents[0])
+        self._check_end_of_turn(*documents[0])
         return [*documents]
 
-    def _check_marked_end(self, ids: NDArray[np.int32], mask: NDArray[np.uint8]) -> None:
-        """Warns, once, about a marked template that leaves the end-of-turn token out of the mask."""
-        after = np.flatnonzero(mask)[-1:] + 1
-        if self._checked_end or not after.size:
+    def _check_end_of_turn(self, ids: NDArray[np.int32], mask: NDArray[np.uint8]) -> None:
+        """Warns, once, if what is supervised does not end with a token that could end a turn."""
+        supervised = np.flatnonzero(mask)
+        if self._checked_end or not supervised.size or "assistant" not in self.train_on:
             return
         self._checked_end = True
-        if after[0] < ids.size and (token := int(ids[after[0]])) in self.tokenizer.all_special_ids:
+        last = self.tokenizer.decode(ids[supervised]).rstrip()
+        if not last.endswith(tuple(self._added_tokens)):
             logger.warning(
-                "the chat template of {} does not mark {!r} as assistant text: the model will not learn to end its turn",
+                "the chat template of {} ends what the assistant says (…{!r}) without a token of its own in the loss: "
+                "the model may not learn to end its turn",
                 self.name,
-                self.tokenizer.convert_ids_to_tokens(token),
+                last[-20:],
             )
 
     def _tokenize(

@@ -53,9 +53,10 @@ class Corpus:
     def __len__(self) -> int:
         return self.lengths.size
 
-    def sample_id(self, document: int) -> str:
-        """Returns "<source index>:<row number in that source>"."""
-        return f"{self.sources[document]}:{self.rows[document]}"
+    def sample_ids(self, documents: Int64) -> list[str]:
+        """Returns "<source index>:<row number in that source>" of each document."""
+        pairs = zip(self.sources[documents].tolist(), self.rows[documents].tolist(), strict=True)
+        return [f"{source}:{row}" for source, row in pairs]
 
     def select(self, documents: Int64) -> Self:
         """Returns the corpus of only these documents, in the given order; the fingerprint tells it from the whole."""
@@ -121,7 +122,7 @@ def _cut(store: Documents, seq_len: int) -> tuple[Int64, Int64]:
     """Length and number of targets of each document when cut at `seq_len`. The first token is never a target."""
     lengths = np.minimum(store.lengths, seq_len)
     supervised = np.array(store.supervised)
-    for document in np.flatnonzero(store.lengths > seq_len):
-        start = store.starts[document]
+    long = np.flatnonzero(store.lengths > seq_len)
+    for document, start in zip(long, store.starts[long], strict=True):
         supervised[document] = store.mask[start + 1 : start + seq_len].sum()
     return lengths, supervised

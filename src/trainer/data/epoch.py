@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import xxhash
@@ -28,8 +30,14 @@ class EpochPlan:
     def __len__(self) -> int:
         return self.offsets.size - 1
 
+    def rows(self, start: int, end: int) -> list[Int64]:
+        """Returns the documents of each of the rows [start, end)."""
+        bounds = self.offsets[start : end + 1].tolist()
+        return [self.documents[first:last] for first, last in pairwise(bounds)]
+
+    @cached_property
     def digest(self) -> str:
-        """Returns a hash of the whole plan."""
+        """A hash of the whole plan."""
         digest = xxhash.xxh3_64(self.documents.astype("<i8").tobytes())
         digest.update(self.offsets.astype("<i8").tobytes())
         return digest.hexdigest()

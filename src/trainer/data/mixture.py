@@ -16,7 +16,7 @@ def mixture_weights(config: DataConfig) -> tuple[float, ...] | None:
     Raises:
         DataError: some sources have a weight and some have none.
     """
-    weights = [source.weight for source in config.sources]
+    weights = [] if config.fake else [source.weight for source in config.sources]
     given = [weight for weight in weights if weight is not None]
     if not given:
         return None
@@ -36,9 +36,7 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
     return counts
 
 
-def epoch_documents(
-    corpus: Corpus, weights: Sequence[float] | None, *, seed: int, epoch: int, shuffle: bool
-) -> Int64:
+def epoch_documents(corpus: Corpus, weights: Sequence[float] | None, *, seed: int, epoch: int, shuffle: bool) -> Int64:
     """Returns int64 [documents of the epoch]: the documents in the order in which they are drawn.
 
     Without weights every document comes once. With weights an epoch has as many documents as the corpus, and each source

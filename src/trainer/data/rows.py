@@ -4,7 +4,7 @@ Layouts: `messages` (+ `tools`), `prompt` + `completion` (two strings, or two li
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -31,6 +31,23 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     completion_start: int = 0
     supervise_prompt: bool = False
+
+
+def with_text_arguments(conversation: Conversation) -> Conversation:
+    """Returns the conversation with the arguments of tool calls as JSON text, which a few templates (DeepSeek) expect."""
+
+    def as_text(call: dict[str, Any]) -> dict[str, Any]:
+        function = call.get("function", call)
+        function = {**function, "arguments": json.dumps(function.get("arguments"), ensure_ascii=False)}
+        return {**call, "function": function} if "function" in call else function
+
+    messages = [
+        {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in conversation.messages
+    ]
+    return replace(conversation, messages=messages)
 
 
 def detect_format(row: dict[str, Any]) -> str:

@@ -76,7 +76,9 @@ def open_source(config: SourceConfig) -> Source:
         if files:
             return FileSource(config.path, files)
         if not any(path.iterdir()):
-            raise DataError(f"{path}: the folder is empty; expected {' or '.join(FILE_TYPES)} files or a saved data set")
+            raise DataError(
+                f"{path}: the folder is empty; expected {' or '.join(FILE_TYPES)} files or a saved data set"
+            )
         return DatasetSource(config, _load_dataset(config))
     looks_local = path.suffix in FILE_TYPES or config.path.startswith((".", "/", "~"))
     if looks_local or not _HUB_NAME.fullmatch(config.path):

@@ -9,11 +9,12 @@ full rendering, in this order:
 * **Replacement.** Render again with a sentinel as the message's content: what precedes and follows the sentinel, if it
   is a prefix and a suffix of the full rendering, encloses the content. This survives trimming and any rewriting of
   other messages.
-* **End of turn.** The token that ends rendering messages[:i+1] also ends the message in the full rendering; it is
-  looked for between this message's content and the next one's.
+* **Closing text.** What follows the content in the rendering of messages[:i+1] and in the full one begins alike: that
+  much closes the turn. Without content, the token that ends the shorter rendering is looked for before the next content.
 """
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from os.path import commonprefix
 from typing import Any
 
@@ -57,14 +58,12 @@ class SpanFinder:
         start = self._assistant_start(work, index)
         end = work.prefix(index + 1)
         if end is None:
-            end = self._end_of_turn(work, index, start)
-        if end is None:
-            content = work.content(index)
-            if content is None or work.messages[index].get("tool_calls"):
-                raise RowError(f"no end found for message {index}")
-            end = content[1]
+            end = self._assistant_end(work, index, start)
         if end < start:
             raise RowError(f"message {index} ends before it starts")
+        text = work.messages[index]["content"].strip()
+        if text[-32:] not in work.full and work.count(index) == 0:
+            raise RowError(f"the text of message {index} is not shown")  # templates that expect a list of parts
         return start, end
 
     def _assistant_start(self, work: "_Work", index: int) -> int:
@@ -83,25 +82,40 @@ class SpanFinder:
         if starts:
             return min(starts)
         if before is not None and prompted and plain and prompted.startswith(plain):
-            shared = commonprefix([prompted[len(plain) :], work.full[before:]])
+            shared = self._shared(prompted[len(plain) :], work.full[before:])
             if shared:
                 return before + len(shared)
         raise RowError(f"no role header found for message {index}")
 
-    def _end_of_turn(self, work: "_Work", index: int, start: int) -> int | None:
-        alone = (work.rendered(index + 1) or "").rstrip()
-        token = next((token for token in self._tokens if alone.endswith(token)), None)
-        if token is None:
-            return None
-        content = work.content(index)
-        position = work.full.find(token, content[1] if content else start)
+    def _assistant_end(self, work: "_Work", index: int, start: int) -> int:
+        """Where the turn ends, although messages[:index + 1] alone are rendered differently."""
+        alone = work.until(index)
+        if alone is None:
+            raise RowError(f"the template refuses to end a conversation with message {index}")
+        content, content_alone = work.content(index), alone.content(index)
+        if content and content_alone:
+            closing = self._shared(alone.full[content_alone[1] :], work.full[content[1] :])
+            return content[1] + len(closing)
+        if alone.full.startswith(work.full[:start]):
+            closing = self._shared(alone.full[start:], work.full[start:])
+            if closing.rstrip().endswith(self._tokens):
+                return start + len(closing)
+        ending = alone.full.rstrip()
+        token = next((token for token in self._tokens if ending.endswith(token)), None)
         following = work.content(index + 1) if index + 1 < len(work.messages) else None
-        limit = following[0] if following else len(work.full)
-        if position < 0 or position + len(token) > limit:
-            return None
-        if following is None and index + 1 < len(work.messages):
-            return None  # the token found may belong to a later message
-        return position + len(token)
+        if token and following:  # else the token found may belong to a later message
+            position = work.full.find(token, start, following[0])
+            if position >= 0:
+                return position + len(token)
+        raise RowError(f"no end found for message {index}")
+
+    def _shared(self, first: str, second: str) -> str:
+        """The common beginning, cut back to the end of a token or to whitespace: "<t" of "<think>" and "<tool_call>" is
+        common by accident."""
+        shared = commonprefix([first, second])
+        while shared and not (shared.endswith(self._tokens) or shared[-1].isspace()):
+            shared = shared[:-1]
+        return shared
 
     def _other(self, work: "_Work", index: int) -> Span | None:
         """A user's, system's or tool's content and, where the message has its own, the end-of-turn token."""
@@ -126,7 +140,7 @@ class _Work:
     def __init__(self, render: Callable[[list[dict[str, Any]], Any, bool], str], conversation: Conversation, full: str):
         self.full = full
         self.messages = conversation.messages
-        self._tools = conversation.tools
+        self._conversation = conversation
         self._renderer = render
         self._rendered: dict[tuple[int, bool], str | None] = {(len(self.messages), False): full}
         self._replaced: dict[tuple[int, str], str | None] = {}
@@ -139,6 +153,13 @@ class _Work:
         if key not in self._rendered:
             self._rendered[key] = self._try(self.messages[:count], generation_prompt)
         return self._rendered[key]
+
+    def until(self, index: int) -> "_Work | None":
+        """The conversation that ends with message `index`."""
+        full = self.rendered(index + 1)
+        if full is None:
+            return None
+        return _Work(self._renderer, replace(self._conversation, messages=self.messages[: index + 1]), full)
 
     def prefix(self, count: int) -> int | None:
         """Length of that rendering if the full one starts with it, else None."""
@@ -168,6 +189,6 @@ class _Work:
 
     def _try(self, messages: list[dict[str, Any]], generation_prompt: bool) -> str | None:
         try:
-            return self._renderer(messages, self._tools, generation_prompt)
+            return self._renderer(messages, self._conversation.tools, generation_prompt)
         except _FAILURES:
             return None

@@ -17,7 +17,6 @@ import json
 import shutil
 import uuid
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -50,13 +49,26 @@ class Documents(Protocol):
     """Tokenized documents in flat arrays; a store on disk, or synthetic ones in memory."""
 
     meta: StoreMeta
-    ids: NDArray[np.int32]
-    mask: NDArray[np.uint8]
-    starts: NDArray[np.int64]
-    """Where each document begins in `ids` and `mask`."""
-    lengths: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    supervised: NDArray[np.int64]
+
+    @property
+    def ids(self) -> NDArray[np.int32]: ...
+
+    @property
+    def mask(self) -> NDArray[np.uint8]: ...
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """Where each document begins in `ids` and `mask`."""
+        ...
+
+    @property
+    def lengths(self) -> NDArray[np.int64]: ...
+
+    @property
+    def rows(self) -> NDArray[np.int64]: ...
+
+    @property
+    def supervised(self) -> NDArray[np.int64]: ...
 
 
 class TokenStore:
@@ -65,6 +77,7 @@ class TokenStore:
     def __init__(self, directory: Path, meta: StoreMeta):
         self.directory = directory
         self.meta = meta
+        self._arrays: dict[str, NDArray] = {}
 
     @classmethod
     def open(cls, directory: Path) -> "TokenStore | None":
@@ -79,38 +92,40 @@ class TokenStore:
         expected = {name: counts[name] * np.dtype(kind).itemsize for name, kind in _ARRAYS.items()}
         return cls(directory, meta) if sizes == expected else None
 
-    def __getstate__(self) -> dict[str, object]:
-        return {"directory": self.directory, "meta": self.meta}
+    def __reduce__(self) -> tuple[type, tuple[Path, StoreMeta]]:
+        return TokenStore, (self.directory, self.meta)
 
-    @cached_property
+    @property
     def ids(self) -> NDArray[np.int32]:
-        return self._map("ids")
+        return self._array("ids")
 
-    @cached_property
+    @property
     def mask(self) -> NDArray[np.uint8]:
-        return self._map("mask")
+        return self._array("mask")
 
-    @cached_property
+    @property
     def lengths(self) -> NDArray[np.int64]:
-        return self._map("lengths")
+        return self._array("lengths")
 
-    @cached_property
+    @property
     def rows(self) -> NDArray[np.int64]:
-        return self._map("rows")
+        return self._array("rows")
 
-    @cached_property
+    @property
     def supervised(self) -> NDArray[np.int64]:
-        return self._map("supervised")
+        return self._array("supervised")
 
-    @cached_property
+    @property
     def starts(self) -> NDArray[np.int64]:
         return np.cumsum(self.lengths) - self.lengths
 
-    def _map(self, name: str) -> NDArray:
-        path = self.directory / f"{name}.bin"
-        if path.stat().st_size == 0:  # an empty file cannot be mapped
-            return np.empty(0, _ARRAYS[name])
-        return np.asarray(np.memmap(path, dtype=_ARRAYS[name], mode="r"))
+    def _array(self, name: str) -> NDArray:
+        if name not in self._arrays:
+            path, kind = self.directory / f"{name}.bin", _ARRAYS[name]
+            # an empty file cannot be mapped
+            mapped = np.memmap(path, kind, mode="r") if path.stat().st_size else np.empty(0, kind)
+            self._arrays[name] = np.asarray(mapped)
+        return self._arrays[name]
 
 
 class StoreWriter:

@@ -30,9 +30,9 @@ PROGRESS_SECONDS = 20.0
 def cache_dir(config: DataConfig) -> Path:
     """Returns data.cache_dir, or the user's cache folder."""
     if config.cache_dir:
-        return Path(config.cache_dir).expanduser()
+        return Path(config.cache_dir).expanduser().absolute()
     root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "exact-trainer"
+    return (Path(root).absolute() if root else Path.home() / ".cache") / "exact-trainer"
 
 
 def tokenized(source: SourceConfig, config: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> TokenStore:
@@ -165,4 +165,6 @@ def _report_bad_rows(name: str, meta: StoreMeta) -> None:
         return
     examples = "".join(f"\n  {example}" for example in meta.bad_examples)
     more = "" if meta.bad_rows <= len(meta.bad_examples) else f"\n  and {meta.bad_rows - len(meta.bad_examples)} more"
-    logger.warning("{}: skipped {} bad rows of {}:{}{}", name, meta.bad_rows, meta.bad_rows + meta.documents, examples, more)
+    logger.warning(
+        "{}: skipped {} bad rows of {}:{}{}", name, meta.bad_rows, meta.bad_rows + meta.documents, examples, more
+    )

@@ -30,7 +30,9 @@ def _make_adamw_state(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),  # where the fused kernel wants it
+                "step": torch.zeros(
+                    (), dtype=torch.float32, device=parameter.device
+                ),  # where the fused kernel wants it
                 "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False),
                 "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False),
             }

@@ -15,8 +15,7 @@ def run(loaded: Loaded[SFTConfig]) -> None:
     Raises:
         TrainerError: what stands in the way, before or during training.
     """
-    config = loaded.config
-    loss_function = partial(cross_entropy, chunk_tokens=config.model.loss_chunk_tokens)
-    with setup.start(config, loss_function) as run:
+    loss_function = partial(cross_entropy, chunk_tokens=loaded.config.model.loss_chunk_tokens)
+    with setup.start(loaded, loss_function) as run:
         fit(run)
         setup.finish(run)

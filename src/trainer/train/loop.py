@@ -72,7 +72,7 @@ def _not_finite(run: Run, result: StepResult, step: int) -> None:
     if run.config.optim.on_nonfinite == "stop":
         raise TrainingError(
             f"{found} is not finite; the weights are those of step {step - 1}. Lower optim.lr, look at this batch "
-            f'(data.log_ids), or leave such updates out with --optim.on-nonfinite skip'
+            f"(data.log_ids), or leave such updates out with --optim.on-nonfinite skip"
         )
     logger.warning(f"{found}: update skipped")
 

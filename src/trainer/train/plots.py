@@ -57,8 +57,17 @@ def load_run(run: Path, label: str | None = None) -> RunHistory:
         for row in read_rows(old):
             superseded[row.get("generation", 0)].append(row)
     events = read_rows(run / EVENTS_FILE) if (run / EVENTS_FILE).exists() else []
-    resumed_at = [row["step"] for row in events if row.get("event") == "start" and not row.get("fresh")]
-    return RunHistory(run, label or run.resolve().name, rows, dict(superseded), sorted(set(resumed_at)))
+    return RunHistory(run, label or run.resolve().name, rows, dict(superseded), _resumes(events))
+
+
+def _resumes(events: list[Row]) -> list[int]:
+    """Where the rows that are left change hands: a resume from an older step takes back those after it."""
+    resumes: set[int] = set()
+    for row in events:
+        if row.get("event") == "start":
+            step = -1 if row.get("fresh") else row["step"]
+            resumes = {earlier for earlier in resumes if earlier < step} | ({step} if step >= 0 else set())
+    return sorted(resumes)
 
 
 def plot_runs(
@@ -76,7 +85,7 @@ def plot_runs(
     are seen to. Vertical lines mark resumes; crosses mark steps whose value is NaN or infinite. ``superseded`` adds the
     rows that a resume repeated.
 
-    Raises ``DataError`` for a run without metrics or a key that no run has.
+    Raises ``DataError`` for a run without metrics, a key that no run has, or an ``out`` that cannot be written.
     """
     names = labels if labels is not None else _labels(runs)
     histories = [load_run(Path(run), name) for run, name in zip(runs, names, strict=True)]
@@ -106,14 +115,20 @@ def plot_runs(
         for key, axes in panels.items():
             for index, history in enumerate(histories):
                 _draw(axes, key, history, index, several=len(histories) > 1, superseded=superseded)
-            _finish(axes, key)
+            _finish(axes, key, histories)
         _mark_resumes(panels, histories)
-        _legend(next(iter(panels.values())), histories, superseded)
+        _legend(next(iter(panels.values())), histories, keys, superseded=superseded)
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=12.5, fontweight="bold")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, dpi=150, facecolor="white")
-        plt.close(figure)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(out, dpi=150, facecolor="white")
+        except OSError as error:
+            raise DataError(
+                f"cannot write the picture {out}: {error.strerror}; choose another place with -o"
+            ) from error
+        finally:
+            plt.close(figure)
     return out
 
 
@@ -172,8 +187,7 @@ def _draw(axes: "Axes", key: str, run: RunHistory, index: int, *, several: bool,
     axes.plot(*_series(run.rows, key), zorder=3 + index, **look)
     if key == "loss":
         _draw_validation(axes, run, index, look["color"], broad=several and index == 0)
-    bad = [row["step"] for row in run.rows if _is_number(row.get(key)) and not math.isfinite(row[key])]
-    if bad:
+    if bad := _bad_steps(run.rows, key):
         at_bottom = axes.get_xaxis_transform()
         axes.plot(bad, [0.02] * len(bad), "x", color=_BAD, markersize=6, transform=at_bottom, clip_on=False, zorder=30)
 
@@ -200,13 +214,19 @@ def _series(rows: list[Row], key: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [value if math.isfinite(value) else math.nan for _, value in points]
 
 
-def _finish(axes: "Axes", key: str) -> None:
+def _bad_steps(rows: list[Row], key: str) -> list[int]:
+    return [row["step"] for row in rows if _is_number(row.get(key)) and not math.isfinite(row[key])]
+
+
+def _finish(axes: "Axes", key: str, histories: list[RunHistory]) -> None:
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     axes.set_title(_TITLES.get(key, key), loc="left", fontsize=10.5, fontweight="bold")
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.margins(x=0.02)
+    first, last = min(run.rows[0]["step"] for run in histories), max(run.rows[-1]["step"] for run in histories)
+    margin = max(last - first, 1) * 0.02
+    axes.set_xlim(first - margin, last + margin)  # the same in every panel
     if key == "lr":  # an offset such as x10^-4 above the axis would push the title up
         axes.yaxis.set_major_formatter(lambda value, _: _scientific(value))
     if key in ("tokens_per_second", "tokens", "samples"):
@@ -231,7 +251,7 @@ def _mark_resumes(panels: dict[str, "Axes"], histories: list[RunHistory]) -> Non
                 axes.axvline(step, color=color, linewidth=1.1, linestyle=(0, (4, 3)), alpha=0.75, zorder=1)
 
 
-def _legend(axes: "Axes", histories: list[RunHistory], superseded: bool) -> None:
+def _legend(axes: "Axes", histories: list[RunHistory], keys: list[str], *, superseded: bool) -> None:
     from matplotlib.lines import Line2D
 
     handles = []
@@ -240,13 +260,23 @@ def _legend(axes: "Axes", histories: list[RunHistory], superseded: bool) -> None
         if run.resumed_at:
             label += f" (resumed after step {_listed(run.resumed_at)})"
         handles.append(Line2D([], [], label=label, **_line_look(run, index, several=len(histories) > 1)))
-    if any("val_loss" in row for run in histories for row in run.rows):
+    if "loss" in keys and any("val_loss" in row for run in histories for row in run.rows):
         handles.append(Line2D([], [], color="#57606a", linestyle="", marker="D", markersize=6, label="validation"))
     if any(run.resumed_at for run in histories):
         handles.append(Line2D([], [], color="#57606a", linewidth=1.1, linestyle=(0, (4, 3)), label="resume"))
     if superseded and any(run.superseded for run in histories):
         handles.append(Line2D([], [], color="#57606a", linewidth=1.0, linestyle=":", label="superseded"))
-    axes.legend(handles=handles, loc="upper right", frameon=True, framealpha=0.9, edgecolor="none", fontsize=9.5)
+    if any(_bad_steps(run.rows, key) for run in histories for key in keys):
+        handles.append(Line2D([], [], color=_BAD, linestyle="", marker="x", markersize=6, label="NaN or infinite"))
+    few = sum(len(run.rows) for run in histories) < 5000  # "best" looks at every point
+    axes.legend(
+        handles=handles,
+        loc="best" if few else "upper right",
+        frameon=True,
+        framealpha=0.9,
+        edgecolor="none",
+        fontsize=9.5,
+    )
 
 
 def _listed(steps: list[int]) -> str:

@@ -83,5 +83,13 @@ def effective(config: C, plan: ResumePlan) -> C:
     )
 
 
+def origins(given: Mapping[str, str], plan: ResumePlan) -> dict[str, str]:
+    """Returns where each value of the effective config comes from."""
+    from_checkpoint = {
+        difference.key: "checkpoint" for difference in plan.differences if difference.winner == "checkpoint"
+    }
+    return {**given, **from_checkpoint}
+
+
 def _covers(names: tuple[str, ...], key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)

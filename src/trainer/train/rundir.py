@@ -2,6 +2,7 @@
 
 import json
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.config.dump import dump_toml
@@ -45,12 +46,12 @@ def _free_name(run_dir: Path) -> Path:
     return candidate
 
 
-def write_identity(config: RunConfig, run_dir: Path) -> str:
+def write_identity(config: RunConfig, origins: Mapping[str, str], run_dir: Path) -> str:
     """Writes config.toml and returns the id of the run in this directory, made once and kept over all resumes.
 
     Call on one rank.
     """
-    write_atomic(run_dir / "config.toml", dump_toml(config, None).encode())
+    write_atomic(run_dir / "config.toml", dump_toml(config, origins).encode())
     path = run_dir / "run.json"
     if path.exists():
         return json.loads(path.read_text())["run_id"]

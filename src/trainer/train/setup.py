@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from trainer.checkpoint.app_state import AppState
 from trainer.checkpoint.discovery import Checkpoint
 from trainer.checkpoint.manager import CheckpointManager
+from trainer.config.load import Loaded
 from trainer.config.run import RunConfig, check_steps
 from trainer.core import device as devices
 from trainer.core import distributed
@@ -17,7 +18,8 @@ from trainer.core.distributed import World, on_main, world_from_env
 from trainer.core.log import logger, setup_logging
 from trainer.data.batch import GlobalBatch
 from trainer.data.build import TrainData, build_data
-from trainer.data.loader import BatchLoader, validation_batches
+from trainer.data.loader import BatchLoader
+from trainer.data.validation import validation_batches
 from trainer.errors import DataError
 from trainer.models.build import build_model
 from trainer.models.hf import export_hf
@@ -35,20 +37,21 @@ from trainer.train.resume import ResumePlan
 from trainer.train.run import Run
 from trainer.train.step import LossFunction
 
+C = TypeVar("C", bound=RunConfig)
+
 
 @contextmanager
-def start(config: RunConfig, loss_function: LossFunction) -> Iterator[Run]:
+def start(loaded: Loaded[C], loss_function: LossFunction) -> Iterator[Run]:
     """Yields the run, resumed if the config says so; closes what it opened, whatever happens inside."""
+    config = loaded.config
     world = world_from_env()
     setup_logging(config.log.level, rank=world.rank)
     device = devices.select_device(config.runtime.device, world)
-    devices.configure(
-        device, threads=config.runtime.threads, deterministic=config.runtime.deterministic, world=world
-    )
+    devices.configure(device, threads=config.runtime.threads, deterministic=config.runtime.deterministic, world=world)
     with distributed.process_group(device, config.runtime.timeout_seconds):
         run_dir = on_main(rundir.prepare, config)
         setup_logging(config.log.level, run_dir / "logs", world.rank)
-        run = _build(config, loss_function, world, device, run_dir)
+        run = _build(loaded, loss_function, world, device, run_dir)
         with run.metrics:
             try:
                 yield run
@@ -66,17 +69,21 @@ def finish(run: Run) -> None:
         logger.info(f"weights exported to {out_dir}")
 
 
-def _build(config: RunConfig, loss_function: LossFunction, world: World, device: torch.device, run_dir: Path) -> Run:
+def _build(loaded: Loaded[C], loss_function: LossFunction, world: World, device: torch.device, run_dir: Path) -> Run:
+    config = loaded.config
     state = AppState()  # the owners join below; a checkpoint is chosen before anything expensive is built
     checkpoints = CheckpointManager(run_dir, config.ckpt, state, describe=lambda: _describe(config, loader))
     checkpoint = checkpoints.choose(config.resume) if config.resume is not None else None
     plan = resume.plan(config, checkpoint.manifest.run["config"]) if checkpoint is not None else ResumePlan()
     config = resume.effective(config, plan)
+    run_id = on_main(rundir.write_identity, config, resume.origins(loaded.origins, plan), run_dir)
 
     mesh = distributed.build_mesh(device.type, config.parallel.dp_replicate, config.parallel.dp_shard, world.size)
     tokenizer = load_tokenizer(config.model) if config.data.fake is None else None
     data = build_data(config.data, tokenizer=tokenizer, seed=config.seed, world=world)
-    loader = BatchLoader(data.train, config.data, seed=config.seed, rank=world.rank, world_size=world.size)
+    loader = BatchLoader(
+        data.train, config.data, seed=config.seed, rank=world.rank, world_size=world.size, allow=plan.override_data
+    )
     max_steps = _max_steps(config, loader)
     model = build_model(config.model, mesh=mesh, device=device, seed=config.seed)
     groups = decay_groups(model.named_parameters(), parameter_roles(model), weight_decay=config.optim.weight_decay)
@@ -114,7 +121,15 @@ def _build(config: RunConfig, loss_function: LossFunction, world: World, device:
         validation=_validation(config, data, world),
         progress=progress,
         checkpoints=checkpoints,
-        metrics=_metrics(config, run_dir, world, progress, max_steps, fresh=checkpoint is None),
+        metrics=MetricsLog(
+            run_dir,
+            config,
+            is_main=world.is_main,
+            start_step=progress.step,
+            max_steps=max_steps,
+            run_id=run_id,
+            fresh=checkpoint is None,
+        ),
         max_steps=max_steps,
         last_step=min(max_steps, config.stop_step or max_steps),
         resumed_from=progress.step if checkpoint is not None else None,
@@ -141,21 +156,6 @@ def _validation(config: RunConfig, data: TrainData, world: World) -> list[Global
     return list(batches)
 
 
-def _metrics(
-    config: RunConfig, run_dir: Path, world: World, progress: Progress, max_steps: int, *, fresh: bool
-) -> MetricsLog:
-    run_id = on_main(rundir.write_identity, config, run_dir)
-    return MetricsLog(
-        run_dir,
-        config,
-        is_main=world.is_main,
-        start_step=progress.step,
-        max_steps=max_steps,
-        run_id=run_id,
-        fresh=fresh,
-    )
-
-
 def _describe(config: RunConfig, loader: BatchLoader) -> dict[str, Any]:
     """What a manifest says about the run, beside the state itself."""
     return {"config": config.model_dump(mode="json"), "data": loader.state_dict(), "device": config.runtime.device}
@@ -166,7 +166,9 @@ def _announce(run: Run, plan: ResumePlan, checkpoint: Checkpoint | None) -> None
     config = run.config
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     ranks = f"{run.world.size} rank{'s' if run.world.size > 1 else ''}"
-    logger.info(f"{config.model.name}: {parameters / 1e6:.1f} M parameters, {config.model.dtype} on {ranks} x {devices.describe(run.device)}")
+    logger.info(
+        f"{config.model.name}: {parameters / 1e6:.1f} M parameters, {config.model.dtype} on {ranks} x {devices.describe(run.device)}"
+    )
     if checkpoint is None:
         source = "random weights" if config.model.random_init else f"weights of {config.model.name}"
         logger.info(f"fresh start: {source}, step 0, new optimizer, data from its beginning")

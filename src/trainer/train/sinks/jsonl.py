@@ -69,8 +69,8 @@ def read_rows(path: Path) -> list[Row]:
 class RunEvents:
     """``events.jsonl``: one line for every process that trained in this run directory.
 
-    ``{"event": "start", "generation": 1, "step": 200, "fresh": false, ...}`` and, unless it was killed, ``{"event": "end",
-    "generation": 1, "step": 220, "status": "finished"}``. The generation counts the starts, from 0.
+    ``{"event": "start", "generation": 1, "step": 200, "fresh": false, ...}`` and, unless the process was killed,
+    ``{"event": "end", "generation": 1, "step": 220, "status": "finished", ...}``. The generation counts the starts, from 0.
     """
 
     def __init__(self, path: Path) -> None:

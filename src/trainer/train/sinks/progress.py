@@ -29,7 +29,7 @@ class ProgressBar:
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(bar_width=None),
+            BarColumn(bar_width=None, complete_style="blue", finished_style="green"),
             TextColumn("{task.fields[status]}"),
             # Forced, since "on" asks for a bar where no terminal is detected.
             console=Console(stderr=True, force_terminal=True),

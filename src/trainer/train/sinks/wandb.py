@@ -1,6 +1,7 @@
 """Weights & Biases, imported only when ``wandb.mode`` is not "off".
 
-Nothing that goes wrong here ends a run: it is a warning, once, and the run goes on without W&B. metrics.jsonl has it all.
+Nothing that goes wrong here ends a run: it is a warning, once, and the run goes on without W&B. metrics.jsonl has every
+row all the same.
 """
 
 from collections.abc import Callable, Iterable
@@ -87,7 +88,7 @@ class WandbSink:
     def _guarded(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # noqa: BLE001 - whatever a library for pictures does, the training run is worth more
+        except Exception as error:  # whatever a library for pictures does, the training run is worth more
             self._run = None
             logger.warning(
                 "W&B is off for the rest of this process ({}: {}). Training goes on and metrics.jsonl is complete; "
@@ -103,6 +104,6 @@ def _cut_history(run_dir: Path, run_id: str, keep_through: int) -> int:
 
     try:
         return cut_offline_history(run_dir / "wandb", run_id, keep_through)
-    except Exception as error:  # noqa: BLE001 - another format in a later version of W&B: send the new steps only
+    except Exception as error:  # another format in a later version of W&B: send the new steps only
         logger.warning("cannot read the earlier offline W&B logs of this run, new steps are added to them: {}", error)
         return keep_through

@@ -1,10 +1,10 @@
 """What an offline W&B run has on disk: which steps it holds, and cutting off those that a resume repeats.
 
-W&B writes each process of an offline run to a transaction log of its own, ``offline-run-<time>-<id>/run-<id>.wandb``, and
-flushes it every 15 seconds only: a killed process leaves a log without its last steps, but perhaps with steps past the
-last checkpoint. ``wandb sync`` uploads the logs of one id in the order of their start and the server refuses a step that
-does not grow. So before a resume each log is cut where a kill right after the resumed step would have ended it, and the
-caller logs again what never reached the disk.
+W&B writes each process of an offline run to a transaction log of its own, ``offline-run-<time>-<id>/run-<id>.wandb``,
+and flushes it every 15 seconds only: a killed process leaves a log without its last steps, but perhaps with steps past
+the last checkpoint. ``wandb sync`` uploads the logs of one id in the order of their start, and the server refuses a step
+that does not grow. So before a resume each log is cut where a kill right after the resumed step would have ended it, and
+the caller logs again what never reached the disk.
 
 The format is LevelDB's log: 7 bytes of file header, then 32 KiB blocks of chunks (crc32, length, type), each record (a
 protocol buffer of W&B's own) in one chunk or in a first, middle and last one.

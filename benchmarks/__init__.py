@@ -1,0 +1,1 @@
+"""Measures this trainer beside its references, in one run: `python -m benchmarks [NAME ...]` (make bench)."""

@@ -1,0 +1,43 @@
+"""Our training step against a bare loop: what the trainer adds to it, and what the chunked loss saves."""
+
+from benchmarks.cases import cases
+from benchmarks.harness import compare, interleave, our_worker, participants, summarize
+from benchmarks.options import Options
+from benchmarks.results import Result, Target
+
+OVERHEAD_BOUND = 0.97
+FULL_LOGITS_BOUND = 1.1
+
+
+def run(options: Options) -> Result:
+    """Compares our loop with a bare loop over the same chunked loss, and with one over full logits."""
+    result = Result("step", options.settings() | {"unit": "useful tokens per second"})
+    for case in cases(smoke=options.smoke):
+        workers = {
+            "ours": our_worker("benchmarks.our_loop", case.arguments()),
+            "bare chunked": our_worker("benchmarks.bare_loop", case.arguments() | {"loss": "chunked"}),
+            "bare full logits": our_worker("benchmarks.bare_loop", case.arguments() | {"loss": "full"}),
+        }
+        with participants(workers, threads=max(options.threads)) as started:
+            for threads in options.threads:
+                blocks = interleave(
+                    started, threads=threads, rounds=options.rounds, block_seconds=options.block_seconds
+                )
+                bare, full = (compare(blocks["ours"], blocks[name]) for name in ("bare chunked", "bare full logits"))
+                loss_alone = compare(blocks["bare chunked"], blocks["bare full logits"])
+                where = f"{case.label}, {threads} thread{'s' if threads > 1 else ''}"
+                result.cases.append(
+                    {
+                        "case": case.label,
+                        "threads": threads,
+                        **{name: summarize(measured) for name, measured in blocks.items()},
+                        "ours / bare chunked": bare,
+                        "ours / bare full logits": full,
+                        "bare chunked / bare full logits": loss_alone,
+                    }
+                )
+                result.targets += [
+                    Target(f"ours / bare loop, {where}", bare["ratio"], OVERHEAD_BOUND),
+                    Target(f"ours / bare loop with full logits, {where}", full["ratio"], FULL_LOGITS_BOUND),
+                ]
+    return result

@@ -1,0 +1,56 @@
+"""Worker: our run, as `trainer sft` would start it. The gate stands where the loop asks for its next batch.
+
+Everything that the loop does in a step is measured: reading and laying out the batch, forward and backward, clipping, the
+optimizer, the schedule, the row in metrics.jsonl, the console line that is due, scheduled garbage collection.
+"""
+
+import json
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.cases import Case
+from benchmarks.gate import Gate, Stopped
+from trainer.config.run import SFTConfig
+from trainer.data.batch import GlobalBatch
+from trainer.data.loader import BatchLoader
+from trainer.sft.loss import cross_entropy
+from trainer.train import setup
+from trainer.train.loop import fit
+
+
+class GatedLoader:
+    """A loader that waits at the gate before it hands out a batch."""
+
+    def __init__(self, loader: BatchLoader, gate: Gate):
+        self._loader, self._gate = loader, gate
+
+    def next_batch(self) -> GlobalBatch:
+        self._gate.before_step()
+        batch = self._loader.next_batch()
+        self._gate.count(batch.tokens)
+        return batch
+
+    def close(self) -> None:
+        self._loader.close()
+
+
+def main() -> None:
+    case = Case.from_arguments(json.loads(sys.argv[1]))
+    gate = Gate(torch.set_num_threads)
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        config = SFTConfig.model_validate(case.run_config(Path(folder) / "run"))
+        loss_function = partial(cross_entropy, chunk_tokens=config.model.loss_chunk_tokens)
+        try:
+            with setup.start(config, loss_function) as run:
+                run.loader = GatedLoader(run.loader, gate)  # type: ignore[assignment]
+                fit(run)
+        except Stopped:
+            pass
+
+
+if __name__ == "__main__":
+    main()

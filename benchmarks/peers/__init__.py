@@ -1,0 +1,1 @@
+"""Other trainers, each in an environment of its own under .cache/bench/."""

@@ -1,0 +1,32 @@
+"""The small parts of a checkpoint that say what is in it: where each tensor lies, and every value that is no tensor."""
+
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.layout import Layout, read_layout
+from trainer.checkpoint.leaves import load_leaves
+from trainer.checkpoint.paths import open_inside, os_errors, read_exactly
+from trainer.errors import CorruptCheckpoint
+
+JSON_TENSOR = "json"
+"""Name of the uint8 tensor that carries all non-tensor leaves."""
+
+
+def read_tables(directory: Path) -> tuple[Layout, dict[str, dict[str, Any]]]:
+    """Returns the layout of a checkpoint's tensors and its leaves by owner, reading nothing else.
+
+    Raises:
+        CorruptCheckpoint: they are missing or malformed.
+    """
+    layout = read_layout(directory)
+    table = layout.get(JSON_TENSOR)
+    if table is None or table.dtype != "U8" or len(table.chunks) != 1:
+        raise CorruptCheckpoint(f"{directory} has no tensor {JSON_TENSOR!r} with the counters and group entries")
+    chunk = table.chunks[0]
+    path, data = directory / chunk.file, bytearray(chunk.size_bytes)
+    with os_errors(f"cannot read {path}"), open(open_inside(directory, chunk.file), "rb", buffering=0) as file:
+        read_exactly(file.fileno(), memoryview(data), chunk.start, path)
+    leaves = load_leaves(bytes(data), f"{path}: tensor {JSON_TENSOR!r}")
+    if not all(isinstance(part, dict) for part in leaves.values()):
+        raise CorruptCheckpoint(f"{path}: tensor {JSON_TENSOR!r} has no table for each owner")
+    return layout, leaves

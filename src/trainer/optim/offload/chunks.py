@@ -1,0 +1,165 @@
+"""Stepping an optimizer part by part, with the same result as in one go.
+
+A step over a chunk sees the *live* group dicts with fewer parameters in them. Entries that a step advances (Muon's
+counter lies in its groups) advance once per step: every chunk starts from the values before the step, and the live dict
+keeps the advanced ones.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.errors import TrainingError
+
+_MEMBERS = ("params", "param_names")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Parameters that are stepped together.
+
+    Attributes:
+        members: index of a group -> positions in its "params", ascending.
+    """
+
+    members: Mapping[int, tuple[int, ...]]
+
+    def parameters(self, groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+        return [groups[index]["params"][p] for index, positions in self.members.items() for p in positions]
+
+
+def chunk_units(optimizer: Optimizer) -> list[list[Tensor]]:
+    """Returns the smallest sets of parameters that may be stepped apart from the others.
+
+    An optimizer that couples parameters (one batch, one exchange between ranks) names its sets in a method
+    `chunk_units()`; for all others each parameter is one.
+    """
+    own = getattr(optimizer, "chunk_units", None)
+    if own is not None:
+        return [list(unit) for unit in own()]
+    return [[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def plan_chunks(optimizer: Optimizer, size_bytes: Callable[[Tensor], int], chunk_bytes: int) -> list[Chunk]:
+    """Returns chunks of whole units of at most `chunk_bytes`, or of one larger unit; the same on all ranks.
+
+    Args:
+        size_bytes: of a parameter; must not depend on the rank.
+    """
+    groups = optimizer.param_groups
+    places = {id(p): (g, i) for g, group in enumerate(groups) for i, p in enumerate(group["params"])}
+    units = chunk_units(optimizer)
+    _check_units(units, places)
+    batches: list[list[Tensor]] = [[]]
+    filled = 0
+    for unit in units:
+        size = sum(size_bytes(parameter) for parameter in unit)
+        if batches[-1] and filled + size > chunk_bytes:
+            batches.append([])
+            filled = 0
+        batches[-1] += unit
+        filled += size
+    chunks = []
+    for batch in batches:
+        members: dict[int, list[int]] = {}
+        for group, position in sorted(places[id(parameter)] for parameter in batch):
+            members.setdefault(group, []).append(position)
+        if not chunks:  # groups without parameters have entries too
+            members |= {index: [] for index, group in enumerate(groups) if not group["params"]}
+        chunks.append(Chunk({group: tuple(members[group]) for group in sorted(members)}))
+    return chunks
+
+
+def _check_units(units: Iterable[Iterable[Tensor]], places: Mapping[int, tuple[int, int]]) -> None:
+    found = [id(parameter) for unit in units for parameter in unit]
+    if len(found) != len(places) or set(found) != places.keys():
+        raise TrainingError(
+            f"the optimizer's chunk_units() names {len(found)} parameters ({len(set(found) & places.keys())} of its own "
+            f"{len(places)}); each must be in exactly one unit"
+        )
+
+
+def plain_step(optimizer: Optimizer) -> Callable[[], object]:
+    """Returns the optimizer's own step, without the hooks that torch wraps around it: they belong around a whole step."""
+    function = type(optimizer).step
+    if getattr(function, "hooked", False):
+        function = function.__wrapped__  # type: ignore[attr-defined]
+    return lambda: function(optimizer)
+
+
+@contextmanager
+def chunked_step(optimizer: Optimizer) -> Iterator[Callable[..., None]]:
+    """Yields ``step(chunk, replacements=None)``, to be called for all chunks of one step, each once.
+
+    replacements: parameters that stand in for those of the chunk, in the order of `Chunk.parameters`.
+
+    Raises:
+        TrainingError: two chunks of a group advanced its entries differently. Such an optimizer derives them from the
+            gradients of the whole group, which must then be one unit.
+    """
+    groups = optimizer.param_groups
+    members = [{key: group[key] for key in _MEMBERS if key in group} for group in groups]
+    before = [_entries(group) for group in groups]
+    advanced: dict[int, dict[str, Any]] = {}
+    step = plain_step(optimizer)
+
+    def run(chunk: Chunk, replacements: Sequence[Tensor] | None = None) -> None:
+        stand_ins = iter(replacements or ())
+        for index, positions in chunk.members.items():
+            group = groups[index]
+            if index in advanced:
+                _write(group, before[index])
+            for key, whole in members[index].items():
+                group[key] = [whole[position] for position in positions]
+            if replacements is not None:
+                group["params"] = [next(stand_ins) for _ in positions]
+        optimizer.param_groups = [groups[index] for index in chunk.members]
+        step()
+        for index in chunk.members:
+            after = _entries(groups[index])
+            if not _same(after, advanced.setdefault(index, after)):
+                raise TrainingError(
+                    f"{type(optimizer).__name__} changes the entries of group {groups[index].get('name', index)!r} by "
+                    "what is in a chunk, so it cannot be stepped in chunks: give it a method chunk_units() that returns "
+                    "the whole group as one unit, or set model.offload to none"
+                )
+
+    try:
+        yield run
+    finally:
+        optimizer.param_groups = groups
+        for group, whole in zip(groups, members, strict=True):
+            group.update(whole)
+
+
+def _entries(group: Mapping[str, Any]) -> dict[str, Any]:
+    entries = {key: value for key, value in group.items() if key not in _MEMBERS}
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in entries.items()}
+
+
+def _write(group: dict[str, Any], entries: Mapping[str, Any]) -> None:
+    for key in [key for key in group if key not in entries and key not in _MEMBERS]:
+        del group[key]
+    for key, value in entries.items():
+        live = group.get(key)
+        if isinstance(value, Tensor) and isinstance(live, Tensor):
+            live.copy_(value)  # in place: whoever holds the tensor sees it
+        else:
+            group[key] = value
+
+
+def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    if a.keys() != b.keys():
+        return False
+    for key, value in a.items():
+        if isinstance(value, Tensor):
+            if not isinstance(b[key], Tensor) or not torch.equal(value, b[key]):
+                return False
+        elif value != b[key]:
+            return False
+    return True

@@ -1,0 +1,107 @@
+"""Rules that join two fields: each is broken once, and the nearest legal config passes."""
+
+import pytest
+from pydantic import ValidationError
+
+from trainer.config.load import load_config
+from trainer.config.run import SFTConfig, check_steps
+from trainer.errors import ConfigError
+
+BASE = ["--model.name=m", "--max-steps=100", "--data.sources.0.path=a.jsonl"]
+
+BROKEN = [
+    ("--model.name=", "model.name is required"),
+    ("--model.name= --model.random-init", "random_init reads its config.json"),
+    ("--max-steps=none", "exactly one of max_steps and epochs"),
+    ("--epochs=2", "exactly one of max_steps and epochs"),
+    ("--data.fake", "exactly one of data.sources"),
+    ("--data.sources=[]", "exactly one of data.sources"),
+    ("--parallel.dp-shard=0", "dp_shard must be -1"),
+    ("--model.attention=varlen --runtime.device=cpu", 'use model.attention = "auto" or "sdpa"'),
+    ("--ckpt.interval=30 --ckpt.keep-every=100", "must be a multiple of ckpt.interval"),
+    ("--scheduler.warmup-steps=101", "warmup outlasts the run"),
+    ("--scheduler.warmup-steps=60 --scheduler.decay-steps=41", "warmup and decay take 101 steps"),
+    ("--scheduler.decay-steps=101", "warmup and decay take 101 steps"),
+    ("--scheduler.type=cosine --scheduler.decay-steps=10", "a cosine schedule has no decay_steps"),
+    ("--scheduler.type=constant --scheduler.decay-steps=10", "a constant schedule has no decay_steps"),
+    ("--scheduler.min-lr=1e-3", "must not exceed the peak"),
+    ("--stop-step=101", "stop_step lies behind the end"),
+    ("--optim.momentum=0.9", 'belongs to optim.type = "sgd"'),
+    ("--optim.type=sgd --optim.betas=0.9,0.99", 'belong to optim.type = "adamw"'),
+    ("--resume.dir=runs/a/checkpoints/step_00000010 --resume.step=10", "already names one step"),
+    ("--resume.dir=runs/a/checkpoints/step_00000010/ --resume.step=10", "already names one step"),
+    ("--resume --overwrite", "moves the run aside that is to be resumed"),
+    ("--resume.dir=runs/x/checkpoints --output-dir=./runs/x --overwrite", "moves the run aside"),
+    ("--resume.override=optim.lr,schedule", "resume.override names schedule: no such key; did you mean scheduler?"),
+    ("--data.batch-size=4 --data.micro-batch-size=8", "lower data.micro_batch_size"),
+    ("--data.sources.0.weight=1 --data.sources.1.path=b.jsonl", "give all data.sources a weight"),
+    ("--val.interval=5", "nothing to validate on"),
+    ("--data.val-sources.0.path=v --data.val-documents=5", "not both"),
+    ("--data.val-sources.0.path=v --data.val-sources.0.weight=2", "means nothing"),
+    ("--data.sources=[] --data.fake --data.val-documents=5", "brings its own held-out documents"),
+]
+
+LEGAL = [
+    "",
+    "--max-steps=none --epochs=2",
+    "--max-steps=none --epochs=2 --stop-step=1000 --scheduler.warmup-steps=1000",
+    "--data.sources=[] --data.fake --val.interval=5",
+    "--parallel.dp-shard=-1 --parallel.dp-replicate=4",
+    "--ckpt.interval=50 --ckpt.keep-every=100",
+    "--ckpt.keep-every=100",
+    "--scheduler.warmup-steps=100",
+    "--scheduler.warmup-steps=60 --scheduler.decay-steps=40",
+    "--scheduler.type=cosine --scheduler.warmup-steps=60 --scheduler.min-lr=1e-5",
+    "--stop-step=100",
+    "--optim.type=sgd --optim.momentum=0.9",
+    "--resume.dir=runs/a --resume.step=10",
+    "--resume.dir=runs/a --overwrite --output-dir=runs/b",
+    "--resume.override=optim.lr,scheduler,data.batch_size",
+    "--data.batch-size=8 --data.micro-batch-size=8",
+    "--data.sources.0.weight=1 --data.sources.1.path=b --data.sources.1.weight=2",
+    "--val.interval=5 --data.val-documents=10",
+    "--val.interval=5 --data.val-sources.0.path=v",
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), BROKEN)
+def test_broken(flags: str, message: str):
+    with pytest.raises(ConfigError) as caught:
+        load_config(SFTConfig, [*BASE, *flags.split()])
+    text = str(caught.value)
+    assert text.startswith("a problem in the configuration\n"), "one broken rule, one problem"
+    assert message in text
+
+
+@pytest.mark.parametrize("flags", LEGAL)
+def test_legal(flags: str):
+    load_config(SFTConfig, [*BASE, *flags.split()])
+
+
+def test_a_broken_rule_shows_the_values_and_where_they_come_from(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text("max_steps = 50\n[model]\nname = 'm'\n[data.fake]\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(SFTConfig, ["@", str(file), "--scheduler.warmup-steps", "51"])
+    assert "      scheduler.warmup_steps = 51  (flag --scheduler.warmup-steps)\n" in str(caught.value)
+    assert f"      max_steps = 50  ({file})" in str(caught.value)
+
+
+def test_several_broken_rules_are_listed_together():
+    with pytest.raises(ConfigError, match="^3 problems"):
+        load_config(SFTConfig, [])
+
+
+def test_rules_hold_for_configs_made_in_python_too():
+    with pytest.raises(ValidationError, match="exactly one of max_steps and epochs"):
+        SFTConfig.model_validate({"model": {"name": "m"}, "data": {"fake": {}}})
+
+
+def test_rules_about_steps_are_checked_again_when_epochs_are_known():
+    flags = "--max-steps=none --epochs=2 --scheduler.warmup-steps=60 --stop-step=90"
+    config = load_config(SFTConfig, [*BASE, *flags.split()]).config
+    check_steps(config, 90)
+    with pytest.raises(ConfigError, match="stop_step lies behind the end of the run.*max_steps is 89, from epochs"):
+        check_steps(config, 89)
+    with pytest.raises(ConfigError, match="^2 problems(.|\n)*the warmup outlasts the run"):
+        check_steps(config, 59)
