@@ -19,13 +19,17 @@ TOKENIZER = ROOT / "configs" / "debug" / "assets" / "tiny-llama" / "tokenizer.js
 
 # Participant -> (peer, variant of its worker, rows of a micro-step or None for as many as ours has). TRL joins the rows
 # of a micro-step into one sequence; row by row its attention costs less, at more micro-steps, so both are measured.
-PACKED = {
+Variant = tuple[str, str, int | None]
+PACKED: dict[str, Variant] = {
     "TRL packed": ("trl", "packed", None),
     "TRL packed, row by row": ("trl", "packed", 1),
     "HF Trainer packed": ("hf_trainer", "packed", None),
     "HF Trainer packed, borders ignored": ("hf_trainer", "stream", None),
 }
-PADDED = {"TRL padded": ("trl", "padded", None), "HF Trainer padded": ("hf_trainer", "padded", None)}
+PADDED: dict[str, Variant] = {
+    "TRL padded": ("trl", "padded", None),
+    "HF Trainer padded": ("hf_trainer", "padded", None),
+}
 PAIRS = dict.fromkeys(PACKED, "ours packed") | dict.fromkeys(PADDED, "ours padded")
 
 

@@ -10,10 +10,12 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
+import tomli_w
 import torch
 
 from benchmarks.cases import Case
 from benchmarks.gate import Gate, Stopped
+from trainer.config.load import load_config
 from trainer.config.run import SFTConfig
 from trainer.data.batch import GlobalBatch
 from trainer.data.loader import BatchLoader
@@ -42,10 +44,12 @@ def main() -> None:
     case = Case.from_arguments(json.loads(sys.argv[1]))
     gate = Gate(torch.set_num_threads)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        config = SFTConfig.model_validate(case.run_config(Path(folder) / "run"))
-        loss_function = partial(cross_entropy, chunk_tokens=config.model.loss_chunk_tokens)
+        path = Path(folder) / "run.toml"
+        path.write_text(tomli_w.dumps(case.run_config(Path(folder) / "run")))
+        loaded = load_config(SFTConfig, ["@", str(path)])
+        loss_function = partial(cross_entropy, chunk_tokens=loaded.config.model.loss_chunk_tokens)
         try:
-            with setup.start(config, loss_function) as run:
+            with setup.start(loaded, loss_function) as run:
                 run.loader = GatedLoader(run.loader, gate)  # type: ignore[assignment]
                 fit(run)
         except Stopped:

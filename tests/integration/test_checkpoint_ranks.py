@@ -130,22 +130,27 @@ def _choose_blind(run_dir: Path, hidden: str):
     """Rank 1's view of the file system lags behind: it does not see the newest checkpoint."""
     import torch.distributed as dist
 
+    from trainer.config.train import ResumeConfig
+
     real_scandir, real_exists = os.scandir, Path.exists
     if dist.get_rank() == 1:
         os.scandir = lambda path=".": iter([e for e in real_scandir(path) if e.name != hidden])
         Path.exists = lambda self, **kw: hidden not in str(self) and real_exists(self, **kw)
     try:
         run = Run(run_dir, mesh=_mesh((2,)))
-        return run.resume()
+        checkpoint = run.manager.choose(ResumeConfig())
+        run.manager.load(checkpoint)
+        return checkpoint.path.name, whole(run.app.state_dict())
     finally:
         os.scandir, Path.exists = real_scandir, real_exists
 
 
 def test_rank_0_decides_what_is_resumed(tmp_path):
     run_at(2, tmp_path, steps=2)
-    run_at(2, tmp_path, resume={}, steps=2)
+    newest = run_at(2, tmp_path, resume={}, steps=2)
     assert steps_of(tmp_path) == [2, 4]
-    assert run_on_ranks(_choose_blind, 2, tmp_path, "step_00000004", timeout=60) == [4, 4]
+    answers = run_on_ranks(_choose_blind, 2, tmp_path, "step_00000004", timeout=60)
+    assert answers == [("step_00000004", newest)] * 2
 
 
 def _resume(run_dir: Path, resume: dict):

@@ -75,7 +75,9 @@ class Run:
         self.optimizer = Optimizer(self.module, lr=0.1)
         self.progress = Table(step=0, tokens=0)
         self.app = AppState(model=Network(self.module), optimizer=self.optimizer, progress=self.progress)
-        self.manager = CheckpointManager(run_dir, CkptConfig(**ckpt), self.app, describe=lambda: {"config": {"seed": seed}})
+        self.manager = CheckpointManager(
+            run_dir, CkptConfig(**ckpt), self.app, describe=lambda: {"config": {"seed": seed}}
+        )
 
     @property
     def step(self) -> int:

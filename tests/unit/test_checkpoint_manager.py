@@ -145,6 +145,35 @@ def test_at_every_instant_a_checkpoint_is_whole(tmp_path):
     assert steps_of(tmp_path) == [3]
 
 
+def test_everything_is_on_disk_before_the_rename_and_the_rename_before_the_return(tmp_path, monkeypatch):
+    run = run_with(tmp_path, 1)
+    run.train()
+    calls = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(fd):
+        calls.append("sync " + os.path.basename(os.readlink(f"/proc/self/fd/{fd}")).split(".tmp-")[0])
+        real_fsync(fd)
+
+    def rename(source, target):
+        calls.append(f"rename {os.path.basename(target)}")
+        real_rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    run.save()
+    assert calls == [
+        "sync checkpoints",  # the temporary directory's name
+        "sync rank_00000.safetensors",
+        "sync metadata.json",
+        "sync step_00000002",
+        "sync manifest.json",
+        "sync step_00000002",
+        "rename step_00000002",
+        "sync checkpoints",
+    ]
+
+
 def test_free_space_is_checked_before_anything_is_written(tmp_path, monkeypatch):
     run = run_with(tmp_path, 1)
     run.train()

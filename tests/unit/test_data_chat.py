@@ -222,6 +222,19 @@ def test_eos_that_the_tokenizer_adds_is_not_doubled():
     assert mask.tolist() == [0, 0, 1, 1]
 
 
+def test_a_tokenizer_without_eos_is_reported():
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    messages: list[str] = []
+    sink = logger.add(messages.append, level="WARNING", format="{message}")
+    try:
+        ((ids, mask),) = Encoder(tokenizer, ["assistant"]).encode([Text("ab")])
+    finally:
+        logger.remove(sink)
+    assert tokenizer.decode(ids) == "ab" and mask.tolist() == [1, 1]
+    assert len(messages) == 1 and "no end-of-sequence token" in messages[0]
+
+
 def test_order_is_kept_over_mixed_kinds():
     encoder = Encoder(byte_tokenizer(templates.MARKED), ["assistant"])
     documents = [Text("a"), Conversation(TWO_TURNS), Text("b"), Text("c"), Conversation(TWO_TURNS, TOOLS)]

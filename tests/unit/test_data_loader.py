@@ -388,9 +388,10 @@ def test_a_fresh_loaders_state_can_be_saved_and_loaded():
 def test_a_closed_loader_says_so_and_its_processes_end():
     import multiprocessing
 
+    before = multiprocessing.active_children()  # of other tests
     (loader,) = loaders_of(corpus_of([5] * 20), config_of(num_workers=2))
     loader.next_batch()
-    workers = multiprocessing.active_children()
+    workers = [process for process in multiprocessing.active_children() if process not in before]
     assert len(workers) == 2
     loader.close()
     for worker in workers:

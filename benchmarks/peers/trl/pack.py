@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset, disable_progress_bars
-from trl import data_utils  # pyright: ignore[reportMissingImports]
+from trl import data_utils  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
 from benchmarks.gate import Gate, Stopped
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerFast
-from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
+from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
 from benchmarks.gate import Gate, Stopped
 from benchmarks.peers import common

@@ -133,7 +133,7 @@ def _show(arguments: argparse.Namespace) -> int:
     print(checkpoint.path)
     print(
         f"step {manifest.step}, {_size(manifest.size_bytes)} in {len(manifest.files)} files, "
-        f"written by {manifest.world_size} ranks"
+        f"written by {manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
     )
     print(f"created {manifest.created} by trainer {versions.get('trainer')}, torch {versions.get('torch')}")
     print("resumable" if manifest.resumable else f"not resumable: {manifest.reason}")
@@ -142,12 +142,23 @@ def _show(arguments: argparse.Namespace) -> int:
     limit = None if arguments.all else 12
     for owner, state in leaves.items():
         own = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0] == owner}
-        entries = [(key, value) for key, value in flatten_leaves(state, owner) if key != owner]
+        entries = [(key, value) for key, value in flatten_leaves(_without_names(state), owner) if key != owner]
         print(f"\n{owner}: {len(own)} tensors, {_size(sum(t['bytes'] for t in own.values()))}; {len(entries)} entries")
         lines = [f"  {key} = {value!r}" for key, value in entries]
         lines += [f"  {name}  {tensor['dtype']} {tensor['shape']}" for name, tensor in own.items()]
         _print_some(lines, limit)
     return 0
+
+
+def _without_names(value: Any) -> Any:
+    """Returns `value` with each long list of strings, such as a group's parameter names, cut to its ends."""
+    if isinstance(value, dict):
+        return {key: _without_names(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        if len(value) > 2 and all(isinstance(item, str) for item in value):
+            return f"{value[0]} ... {value[-1]} ({len(value)})"
+        return [_without_names(item) for item in value]
+    return value
 
 
 def _diff(arguments: argparse.Namespace) -> int:

@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.core.distributed import World
 from trainer.errors import LaunchError
@@ -46,6 +46,11 @@ def configure(device: "torch.device", *, threads: int, deterministic: bool, worl
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
+def pins_memory(device: "torch.device") -> bool:
+    """Whether host memory must be page-locked for fast copies to `device`."""
+    return device.type == "cuda"
+
+
 def synchronize(device: "torch.device") -> None:
     """Waits for the device's queued work (nothing to wait for on CPU)."""
     if device.type == "cuda":
@@ -77,7 +82,7 @@ def host_buffer(size_bytes: int, device: "torch.device") -> "torch.Tensor":
 def _lock_pages(buffer: "torch.Tensor") -> None:
     import torch
 
-    runtime = torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 1))  # 1: seen as locked by every GPU
     if code != 0:
         raise LaunchError(

@@ -4,7 +4,6 @@ A `Lane` is an ordered queue of work on one device. The work of two lanes overla
 other. On CPU there is one queue, the program itself: work runs when it is handed in, and waiting returns at once.
 """
 
-import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -53,15 +52,17 @@ class Lane:
             self._stream.wait_event(mark)
 
 
-def current_lane(device: torch.device) -> Lane:
-    """Returns the queue that operations on `device` go to by themselves, from the calling thread."""
-    stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
-    return Lane(stream, switch=False)
+class Lanes:
+    """Where lanes come from; a test may bring its own."""
 
+    def current(self, device: torch.device) -> Lane:
+        """Returns the queue that operations on `device` go to by themselves, from the calling thread."""
+        stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+        return Lane(stream, switch=False)
 
-def new_lane(device: torch.device) -> Lane:
-    """Returns a queue of its own on `device`; on CPU, the program itself."""
-    return Lane(None if device.type == "cpu" else torch.Stream(device), switch=True)
+    def new(self, device: torch.device) -> Lane:
+        """Returns a queue of its own on `device`; on CPU, the program itself."""
+        return Lane(None if device.type == "cpu" else torch.Stream(device), switch=True)
 
 
 class HostArena:

@@ -59,6 +59,7 @@ class Encoder:
         self._spans = SpanFinder(self._render, self._added_tokens)
         self._checked_template = False
         self._checked_end = False
+        self._checked_eos = False
 
     def encode(self, documents: Sequence[Text | Conversation]) -> list[Document | RowError]:
         """Returns ids and mask of each document, or what is wrong with it, in order."""
@@ -119,6 +120,9 @@ class Encoder:
 
     def _encode_texts(self, texts: list[Text]) -> list[Document | RowError]:
         eos = self.tokenizer.eos_token_id
+        if eos is None and not self._checked_eos:
+            logger.warning("the tokenizer {} has no end-of-sequence token: the model will not learn to stop", self.name)
+        self._checked_eos = True
         encoded = self._tokenize([text.text for text in texts], add_special_tokens=True)
         results: list[Document | RowError] = []
         for text, (ids, offsets) in zip(texts, encoded, strict=True):

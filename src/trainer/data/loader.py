@@ -171,6 +171,7 @@ class BatchLoader:
         )
         self._iterator: Iterator[tuple[HostBatch, Cursor]] | None = None
         self._cursor = Cursor()
+        self._changed: set[str] = set()
         self._warn_of_absent_sources()
 
     def next_batch(self) -> GlobalBatch:
@@ -228,6 +229,14 @@ class BatchLoader:
         elif changed - _KEEPS_ROWS:
             cursor = Cursor(cursor.batch, cursor.epoch)
         self._cursor = self._sampler.start = cursor
+        self._changed = changed
+
+    def verify(self, saved: dict[str, Any]) -> list[str]:
+        """Returns what differs from the loaded state; where another order was allowed, only the batch counts."""
+        live = self.state_dict()
+        if self._changed:
+            saved, live = ({"batch": state["cursor"]["batch"]} for state in (saved, live))
+        return [f"{key}: loaded {saved[key]!r}, reads back {live[key]!r}" for key in live if live[key] != saved[key]]
 
     def batches_in_epochs(self, epochs: int) -> int:
         """Returns how many batches pass over the first `epochs` epochs; a last one that runs on (carry) counts."""
@@ -291,7 +300,7 @@ def _loader(rows: _Rows, sampler: _Sampler, num_workers: int, pin_memory: bool) 
             num_workers=num_workers,
             collate_fn=_unchanged,
             pin_memory=pin_memory,
-            generator=None,  # else starting the loader would advance torch's global generator
+            generator=torch.Generator(),  # else starting the loader would advance torch's global generator
             snapshot_every_n_steps=NEVER,
         )
 

@@ -160,10 +160,21 @@ def _complete(
         with path.open("rb") as file:
             os.fsync(file.fileno())
     files.fsync_dir(staging)
+    _replace(staging, out_dir)
+
+
+def _replace(staging: Path, out_dir: Path) -> None:
+    """Puts `staging` in the place of `out_dir`; a failure leaves what was there."""
+    if not out_dir.exists():
+        files.rename(staging, out_dir)
+        return
     previous = out_dir.with_name(f".{out_dir.name}.old-{os.getpid()}")
-    if out_dir.exists():
-        files.rename(out_dir, previous)
-    files.rename(staging, out_dir)
+    files.rename(out_dir, previous)
+    try:
+        files.rename(staging, out_dir)
+    except OSError:
+        os.rename(previous, out_dir)
+        raise
     shutil.rmtree(previous, ignore_errors=True)
 
 

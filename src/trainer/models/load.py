@@ -94,11 +94,10 @@ def _fill(model: CausalLM, source: WeightSource, model_dir: Path, seed: int) -> 
     for name, tensor in persistent_tensors(model).items():
         stored = tied[1] if tied is not None and name == tied[0] and name not in source.names() else name
         found = source.shape(stored)
-        grows = id(tensor) in growing and found[1:] == tensor.shape[1:] and found[0] < tensor.shape[0]
-        if found != tensor.shape and not (grows and model.rows_added):
-            raise ModelError(
-                f"{model_dir}: {stored} has shape {tuple(found)}, but config.json makes it {tuple(tensor.shape)}"
-            )
+        grows = model.rows_added > 0 and id(tensor) in growing
+        expected = (tensor.shape[0] - model.rows_added, *tensor.shape[1:]) if grows else tuple(tensor.shape)
+        if found != expected:
+            raise ModelError(f"{model_dir}: {stored} has shape {tuple(found)}, but config.json makes it {expected}")
         local, rows = local_rows(tensor)
         if not tensor.ndim:
             local.copy_(source.rows(stored, rows))

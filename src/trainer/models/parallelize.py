@@ -30,10 +30,10 @@ def recompute_blocks(model: CausalLM, mode: Recompute) -> None:
         block.forward = partial(checkpoint, block.forward, **options)
 
 
-def compile_blocks(model: CausalLM) -> None:
+def compile_blocks(model: CausalLM, backend: str = "inductor") -> None:
     """Compiles each block's forward; all blocks have one shape of code, so the second one is found in the cache."""
     for block in model.blocks:
-        block.forward = torch.compile(block.forward)
+        block.forward = torch.compile(block.forward, backend=backend)
 
 
 def shard(model: CausalLM, mesh: DeviceMesh) -> None:

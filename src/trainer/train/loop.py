@@ -27,7 +27,7 @@ def fit(run: Run) -> None:
             batch = run.loader.next_batch()
             row = take_step(run, batch)
             row |= speed(run, batch, time.perf_counter() - started)
-            if config.val.interval and (progress.step % config.val.interval == 0 or progress.step == run.last_step):
+            if config.val.interval and (progress.step % config.val.interval == 0 or progress.step == run.max_steps):
                 row |= validate(run)
             run.metrics.log(row)
             run.log_samples(batch)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.config.run import RunConfig
 from trainer.core.distributed import World, gather_objects
-from trainer.data.batch import GlobalBatch
+from trainer.data.batch import GlobalBatch, global_row_ids
 from trainer.data.loader import BatchLoader
 from trainer.optim.schedule import ScheduleState
 from trainer.train.metrics import MetricsLog
@@ -49,9 +49,8 @@ class Run:
         """Writes the ids that the ranks really trained on, gathered from all of them, in the order of the global batch."""
         if not self.config.data.log_ids:
             return
-        mine = [micro_batch.ids for micro_batch in batch.micro_batches]
-        by_rank = gather_objects(mine)
-        rows = [row for micro_step in zip(*by_rank, strict=True) for rank in micro_step for row in rank if row]
+        per_rank = gather_objects([micro_batch.ids for micro_batch in batch.micro_batches])
+        rows = global_row_ids(per_rank)
         self.metrics.log_samples(self.progress.step, batch.epoch, rows)
 
     def save(self) -> None:

@@ -82,10 +82,17 @@ def _build(loaded: Loaded[C], loss_function: LossFunction, world: World, device:
     tokenizer = load_tokenizer(config.model) if config.data.fake is None else None
     data = build_data(config.data, tokenizer=tokenizer, seed=config.seed, world=world)
     loader = BatchLoader(
-        data.train, config.data, seed=config.seed, rank=world.rank, world_size=world.size, allow=plan.override_data
+        data.train,
+        config.data,
+        seed=config.seed,
+        rank=world.rank,
+        world_size=world.size,
+        allow=plan.override_data,
+        pin_memory=devices.pins_memory(device),
     )
     max_steps = _max_steps(config, loader)
-    model = build_model(config.model, mesh=mesh, device=device, seed=config.seed)
+    vocab_size = len(tokenizer) if tokenizer is not None else 0
+    model = build_model(config.model, mesh=mesh, device=device, seed=config.seed, vocab_size=vocab_size)
     groups = decay_groups(model.named_parameters(), parameter_roles(model), weight_decay=config.optim.weight_decay)
     optimizer = build_optimizer(config.optim, groups)
     schedule = ScheduleState(

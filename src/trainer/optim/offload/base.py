@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -97,6 +98,12 @@ class OffloadOptimizer(Optimizer):
         """Returns the global L2 norm of all gradients (0-dim, float32) and clips them; see `clip.clip_gradients`."""
         return clip_gradients(updated_parameters(self), max_norm)
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Returns {parameter: its live gradient, summed over the micro-steps so far}, for those that have one."""
+        self.synchronize()
+        named = named_parameters(self)
+        return {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
+
     def load_master_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
         """Makes new weights the ones that training goes on from; optimizer state stays.
 
@@ -119,7 +126,6 @@ class OffloadOptimizer(Optimizer):
         self.synchronize()
         return self.inner.state_dict()
 
-    @torch._disable_dynamo
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Takes a torch state dict over into the live groups and the host memory that state already has.
@@ -134,7 +140,11 @@ class OffloadOptimizer(Optimizer):
         for hook in list(self.inner._optimizer_load_state_dict_pre_hooks.values()):
             saved = hook(self.inner, saved) or saved
         pairs = _match(self.param_groups, saved["param_groups"])
-        by_id = {key: parameter for live, there in pairs for key, parameter in zip(there["params"], live["params"])}
+        by_id = {
+            key: parameter
+            for live, there in pairs
+            for key, parameter in zip(there["params"], live["params"], strict=True)
+        }
         _check_state(self.inner.state, saved["state"], by_id)
         for key, entries in saved["state"].items():
             self._load_entries(by_id[key], entries)
@@ -153,9 +163,7 @@ class OffloadOptimizer(Optimizer):
             else:  # lazy state that this process has not made yet; `_adopt` takes it to the host
                 live[key] = value.clone() if isinstance(value, Tensor) else value
 
-    def register_state_dict_pre_hook(
-        self, hook: Callable[[Optimizer], None], prepend: bool = False
-    ) -> RemovableHandle:
+    def register_state_dict_pre_hook(self, hook: Callable[[Optimizer], None], prepend: bool = False) -> RemovableHandle:
         return self.inner.register_state_dict_pre_hook(lambda _: hook(self), prepend)
 
     def register_state_dict_post_hook(
@@ -188,14 +196,14 @@ def updated_parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def named_parameters(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Returns what `optimizer` updates, by the names that its groups give."""
-    groups = optimizer.param_groups
-    return {name: p for group in groups for name, p in zip(group["param_names"], group["params"], strict=True)}
+    """Returns `updated_parameters` by the names that the groups give them."""
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    return dict(zip(names, updated_parameters(optimizer), strict=True))
 
 
 @torch.no_grad()
 def copy_weights(weights: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Copies `weights` into the live `parameters` (names -> tensors; a plain source is whole, as is its copy).
+    """Copies `weights` into the live `parameters` (name -> plain tensor or DTensor).
 
     Raises:
         CheckpointMismatch: a name is unknown or a shape differs; nothing was copied then.
@@ -207,18 +215,20 @@ def copy_weights(weights: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
         if name in parameters and weight.shape != parameters[name].shape
     ]
     if wrong:
-        raise CheckpointMismatch("these weights are not this model's; nothing was loaded:\n  " + "\n  ".join(wrong[:10]))
+        raise CheckpointMismatch(
+            "these weights are not this model's; nothing was loaded:\n  " + "\n  ".join(wrong[:10])
+        )
     for name, weight in weights.items():
         _copy(weight, parameters[name])
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if isinstance(target, DTensor) and not isinstance(source, DTensor):
-        source = distribute_tensor(source.to(target.device_mesh.device_type), target.device_mesh, target.placements)
-    if isinstance(target, DTensor) and isinstance(source, DTensor):
-        target, source = target.to_local(), source.to_local()
+    if isinstance(target, DTensor):
+        mesh, placements = target.device_mesh, target.placements
+        if not isinstance(source, DTensor):  # every rank has the whole tensor and cuts out its part
+            source = distribute_tensor(source.to(mesh.device_type), mesh, placements, src_data_rank=None)
+        source = source.redistribute(mesh, placements).to_local()
+        target = target.to_local()
     target.copy_(source)
 
 
@@ -228,11 +238,11 @@ def _match(live: Iterable[dict[str, Any]], saved: Iterable[dict[str, Any]]) -> l
     sizes = [len(group["params"]) for group in live], [len(group["params"]) for group in saved]
     if sizes[0] != sizes[1]:
         raise CheckpointMismatch(f"the saved groups have {sizes[1]} parameters, this optimizer's have {sizes[0]}")
-    for here, there in zip(live, saved):
+    for here, there in zip(live, saved, strict=True):
         names = here.get("param_names"), there.get("param_names")
         if None not in names and list(names[0]) != list(names[1]):  # type: ignore[arg-type]
             raise CheckpointMismatch(f"the saved group has the parameters {names[1]}, this optimizer's has {names[0]}")
-    return list(zip(live, saved))
+    return list(zip(live, saved, strict=True))
 
 
 def _check_state(live: Mapping[Tensor, Any], saved: Mapping[Any, Any], by_id: Mapping[Any, Tensor]) -> None:

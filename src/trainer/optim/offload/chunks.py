@@ -92,49 +92,61 @@ def plain_step(optimizer: Optimizer) -> Callable[[], object]:
     return lambda: function(optimizer)
 
 
-@contextmanager
-def chunked_step(optimizer: Optimizer) -> Iterator[Callable[..., None]]:
-    """Yields ``step(chunk, replacements=None)``, to be called for all chunks of one step, each once.
+class ChunkedStep:
+    """One step of `optimizer`, in chunks; each chunk of a plan is stepped once.
 
-    replacements: parameters that stand in for those of the chunk, in the order of `Chunk.parameters`.
-
-    Raises:
-        TrainingError: two chunks of a group advanced its entries differently. Such an optimizer derives them from the
-            gradients of the whole group, which must then be one unit.
+    While a chunk is stepped, `optimizer.param_groups` lists the chunk's groups, and these list its members. Before and
+    after, all is as it was, but for the entries that the step advanced.
     """
-    groups = optimizer.param_groups
-    members = [{key: group[key] for key in _MEMBERS if key in group} for group in groups]
-    before = [_entries(group) for group in groups]
-    advanced: dict[int, dict[str, Any]] = {}
-    step = plain_step(optimizer)
 
-    def run(chunk: Chunk, replacements: Sequence[Tensor] | None = None) -> None:
-        stand_ins = iter(replacements or ())
-        for index, positions in chunk.members.items():
-            group = groups[index]
-            if index in advanced:
-                _write(group, before[index])
-            for key, whole in members[index].items():
-                group[key] = [whole[position] for position in positions]
-            if replacements is not None:
-                group["params"] = [next(stand_ins) for _ in positions]
-        optimizer.param_groups = [groups[index] for index in chunk.members]
-        step()
+    def __init__(self, optimizer: Optimizer):
+        self._optimizer = optimizer
+        self._step = plain_step(optimizer)
+        self._before = [_entries(group) for group in optimizer.param_groups]
+        self._advanced: dict[int, dict[str, Any]] = {}
+
+    def __call__(self, chunk: Chunk, replacements: Sequence[Tensor] | None = None) -> None:
+        """Steps the chunk.
+
+        replacements: parameters that stand in for the chunk's, in the order of `Chunk.parameters`.
+
+        Raises:
+            TrainingError: two chunks of a group advanced its entries differently. Such an optimizer derives them from
+                the gradients of the whole group, which must then be one unit.
+        """
+        groups = self._optimizer.param_groups
+        for index in chunk.members.keys() & self._advanced.keys():
+            _write(groups[index], self._before[index])
+        with _narrowed(self._optimizer, chunk, replacements):
+            self._step()
         for index in chunk.members:
             after = _entries(groups[index])
-            if not _same(after, advanced.setdefault(index, after)):
+            if not _same(after, self._advanced.setdefault(index, after)):
                 raise TrainingError(
-                    f"{type(optimizer).__name__} changes the entries of group {groups[index].get('name', index)!r} by "
-                    "what is in a chunk, so it cannot be stepped in chunks: give it a method chunk_units() that returns "
-                    "the whole group as one unit, or set model.offload to none"
+                    f"{type(self._optimizer).__name__} changes the entries of group {groups[index].get('name', index)!r} "
+                    "by what is in a chunk, so it cannot be stepped in chunks: give it a method chunk_units() that "
+                    "returns the whole group as one unit, or set model.offload to none"
                 )
 
+
+@contextmanager
+def _narrowed(optimizer: Optimizer, chunk: Chunk, replacements: Sequence[Tensor] | None) -> Iterator[None]:
+    """Inside, the optimizer has the chunk's members only."""
+    groups = optimizer.param_groups
+    members = {index: {key: groups[index][key] for key in _MEMBERS if key in groups[index]} for index in chunk.members}
+    stand_ins = iter(replacements or ())
     try:
-        yield run
+        for index, positions in chunk.members.items():
+            for key, whole in members[index].items():
+                groups[index][key] = [whole[position] for position in positions]
+            if replacements is not None:
+                groups[index]["params"] = [next(stand_ins) for _ in positions]
+        optimizer.param_groups = [groups[index] for index in chunk.members]
+        yield
     finally:
         optimizer.param_groups = groups
-        for group, whole in zip(groups, members, strict=True):
-            group.update(whole)
+        for index, whole in members.items():
+            groups[index].update(whole)
 
 
 def _entries(group: Mapping[str, Any]) -> dict[str, Any]:

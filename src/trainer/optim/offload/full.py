@@ -1,0 +1,200 @@
+"""Mode "full": masters, gradients and optimizer state on the host; the device has weights in the compute dtype."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.core.log import logger
+from trainer.core.transfer import HostArena, Lanes
+from trainer.errors import TrainingError
+from trainer.optim.clip import clip_gradients
+from trainer.optim.offload.base import OffloadOptimizer, copy_weights, updated_parameters
+from trainer.optim.offload.chunks import Chunk, ChunkedStep, plain_step, plan_chunks
+from trainer.optim.offload.device_step import DeviceStep
+from trainer.optim.offload.gradients import HostGradients
+from trainer.optim.offload.hosting import HostedState, StateOnHost
+from trainer.optim.offload.masters import HostMasters
+from trainer.optim.offload.state import Transfer, copies
+from trainer.optim.offload.tensors import largest_part_bytes, local_part
+
+HOST_CHUNK_BYTES = 2**26
+DEVICE_CHUNK_BYTES = 2**28
+GRADIENT_SLOT_BYTES = 2**25
+
+OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
+"""Makes the optimizer over param groups whose "params" are float32 tensors."""
+
+
+class FullCPUOffloadOptimizer(OffloadOptimizer):
+    """Trains float32 masters on the host and keeps the model's weights on the device equal to them, rounded.
+
+    Gradients leave the device as backward makes them and are summed on the host in float32, over micro-steps too; the
+    masters' `.grad` are these sums, so clipping and skipping a step work as ever. A step goes through the masters chunk
+    by chunk, and a finished chunk's weights are on their way to the device while the next one is stepped.
+
+    The update itself runs on the host, or, if `inner` has a true attribute `step_on_device` (Muon: matrix products), on
+    the device, through which masters, gradients and state are then streamed.
+    """
+
+    mode = "full"
+
+    def __init__(
+        self,
+        optimizer_factory: OptimizerFactory,
+        groups: list[dict[str, Any]],
+        masters: HostMasters,
+        arena: HostArena,
+        *,
+        transfer: Transfer = "auto",
+        step_on: Literal["auto", "host", "device"] = "auto",
+        chunk_bytes: int | None = None,
+        lanes: Lanes | None = None,
+    ):
+        """
+        Args:
+            groups: param groups over the *model's* parameters; they are not changed.
+            masters: of these parameters and all others of the model, which has its compute dtype by now.
+            arena: where gradients and state lie.
+            chunk_bytes: masters per chunk of a step on the host; all that is streamed, for one on the device.
+        """
+        self.masters = masters
+        self._name_of = {id(p): name for name, p in masters.parameters.items()}
+        own = [self._with_masters(group) for group in groups]
+        trained = [master for group in own for master in group["params"]]
+        with StateOnHost(trained, arena):
+            super().__init__(optimizer_factory(own))
+        self._name_of |= {id(master): name for name, master in masters.masters.items()}
+        self._arena = arena
+        self._device = next((local_part(p).device for p in masters.parameters.values()), torch.device("cpu"))
+        self._copies = copies(transfer, self._device)
+        self._scale: Tensor | None = None
+        self._hosted = HostedState(self.inner, arena, torch.device("cpu"))
+        self._hosted.adopt_new()
+        lanes = lanes or Lanes()
+        largest_bytes = max((local_part(master).numel() * 4 for master in trained), default=0)
+        self._gradients = HostGradients(
+            arena, self._device, copies=self._copies, slot_bytes=min(GRADIENT_SLOT_BYTES, largest_bytes), lanes=lanes
+        )
+        for master in trained:
+            self._gradients.watch(masters.parameters[self._name_of[id(master)]], master)
+        self._chunks: list[Chunk] = []
+        on_device = getattr(self.inner, "step_on_device", False) and self._device.type != "cpu"
+        self._on_device = step_on == "device" or (step_on == "auto" and on_device)
+        self._chunk_bytes = chunk_bytes or (DEVICE_CHUNK_BYTES if self._on_device else HOST_CHUNK_BYTES)
+        self._device_step = DeviceStep(
+            self.inner, self._hosted, self._gradients.part_of, self._device, self._chunk_bytes, lanes
+        )
+        logger.debug(f"masters, gradients and optimizer state on the host: {self.host_bytes / 2**30:.2f} GiB")
+
+    @property
+    def host_bytes(self) -> int:
+        return self._arena.size_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        return self._device_step.device_bytes
+
+    def synchronize(self) -> None:
+        self._gradients.finish()
+        self._device_step.synchronize()
+        self.masters.synchronize()
+
+    # --- gradients ------------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._gradients.finish()
+        self._scale = None
+        self.inner.zero_grad(set_to_none)
+        for parameter in self.masters.parameters.values():
+            parameter.grad = None
+
+    def gradients(self) -> dict[str, Tensor]:
+        self._apply_scale(updated_parameters(self))
+        self._scale = None
+        return super().gradients()
+
+    def clip_gradients(self, max_norm: float | None) -> Tensor:
+        """Returns the global norm before clipping. The factor is applied within the step, chunk by chunk, while the
+        gradients are in the cache; until then `.grad` shows them unclipped."""
+        norm = clip_gradients(updated_parameters(self), None)
+        if max_norm is not None:
+            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grads_with_norm_
+            self._scale = None if factor.item() == 1.0 else factor
+        return norm
+
+    # --- stepping -------------------------------------------------------------------------------------------------------
+
+    def _update(self) -> None:
+        self.synchronize()
+        self.masters.check_unchanged()
+        if self._on_device:
+            self._device_step.run(self._scale, self._write_weights)
+        elif self._scale is None and not self._copies:
+            plain_step(self.inner)()
+            self.masters.refresh(self._names(updated_parameters(self)))
+        else:
+            self._step_on_host()
+        self._scale = None
+        self._hosted.adopt_new()
+
+    def _step_on_host(self) -> None:
+        if self._hosted.stale:
+            self._chunks = plan_chunks(self.inner, largest_part_bytes, self._chunk_bytes)
+            self._hosted.stale = False
+        step = ChunkedStep(self.inner)
+        for chunk in self._chunks:
+            members = chunk.parameters(self.param_groups)
+            self._apply_scale(members)
+            step(chunk)
+            self.masters.refresh(self._names(members))
+
+    def _apply_scale(self, masters: list[Tensor]) -> None:
+        for master in masters:
+            if self._scale is not None and master.grad is not None:
+                local_part(master.grad).mul_(self._scale)
+
+    def _write_weights(self, master: Tensor, twin: Tensor) -> None:
+        self.masters.write(self._name_of[id(master)], local_part(twin))
+
+    def _names(self, masters: list[Tensor]) -> list[str]:
+        return [self._name_of[id(master)] for master in masters]
+
+    # --- groups, weights ------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """`param_group["params"]`: parameters of the model, as for the other modes."""
+        group = self._with_masters(param_group)
+        with StateOnHost(group["params"], self._arena):
+            self.inner.add_param_group(group)
+        for master in group["params"]:
+            self._gradients.watch(self.masters.parameters[self._name_of[id(master)]], master)
+        self._adopt(group)
+
+    def _adopt(self, group: dict[str, Any]) -> None:
+        self._hosted.adopt(group["params"])
+        self._hosted.stale = True
+
+    def _with_masters(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Returns a copy of the group with masters in the places of the model's parameters."""
+        parameters = group["params"]
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        named = [item[1] if isinstance(item, tuple) else item for item in parameters]
+        unknown = sum(id(parameter) not in self._name_of for parameter in named)
+        if unknown:
+            raise TrainingError(
+                f"{unknown} parameters of the group {group.get('name')!r} are not among the model's floating-point "
+                "parameters, so there are no masters to train"
+            )
+        names = [self._name_of[id(parameter)] for parameter in named]
+        return {**group, "params": [self.masters.masters[name] for name in names], "param_names": names}
+
+    def load_master_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
+        self.synchronize()
+        if weights is None:
+            self.masters.take_from_device()
+        else:
+            copy_weights(weights, self.masters.masters)
+            self.masters.refresh(weights)
