@@ -48,10 +48,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def provenance(result: dict[str, Any]) -> str:
     """Returns the line under a table: command, date, revision, machine, load."""
     machine, load = result["machine"], result["load_average"]
+    nice = f" (niceness {result['niceness']})" if result["niceness"] else ""
     return (
         f"`{result['command']}`, {result['date']}, revision {result['git_revision']}; {machine['cpu']}, "
         f"{machine['cores']} cores, {machine['memory_gib']} GiB, Python {machine['python']}, torch {machine['torch']}, "
-        f"transformers {machine['transformers']}; load average {load['before']} before, {load['after']} after.\n"
+        f"transformers {machine['transformers']}; load average {load['before']} before, {load['after']} after{nice}.\n"
     )
 
 

@@ -157,6 +157,7 @@ class Demo:
         return plot_runs(
             [self.a, self.b],
             self.plan.run_dir / "resume.png",
+            keys=("loss", "lr", "grad_norm"),
             superseded=True,
             labels=["A, never stopped", "B, killed"],
             title=f"{self.plan.model}: the resumed run lies on the uninterrupted one",

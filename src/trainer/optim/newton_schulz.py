@@ -48,7 +48,7 @@ _GRAM_STEPS = 3
 _GRAM_RATIO = 1.5
 """Long side over short side from which the Gram form needs fewer multiplications (5 steps, short side n, ratio r:
 14 n^3 + 4 r n^3 against 5 n^3 + 10 r n^3)."""
-_BATCH_BYTES = {"cpu": 8 * 2**20}
+_BATCH_BYTES = {"cpu": 4 * 2**20}
 _ACCELERATOR_BATCH_BYTES = 256 * 2**20
 """Bytes of matrices iterated at once: within the caches of a CPU, enough to fill an accelerator."""
 

@@ -1,7 +1,7 @@
 """Mode "full": masters, gradients and optimizer state on the host; the device has weights in the compute dtype."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +13,13 @@ from trainer.errors import TrainingError
 from trainer.optim.clip import clip_gradients
 from trainer.optim.offload.base import OffloadOptimizer, copy_weights, updated_parameters
 from trainer.optim.offload.chunks import Chunk, ChunkedStep, plain_step, plan_chunks
-from trainer.optim.offload.device_step import DeviceStep
 from trainer.optim.offload.gradients import HostGradients
 from trainer.optim.offload.hosting import HostedState, StateOnHost
 from trainer.optim.offload.masters import HostMasters
 from trainer.optim.offload.state import Transfer, copies
 from trainer.optim.offload.tensors import largest_part_bytes, local_part
 
-HOST_CHUNK_BYTES = 2**26
-DEVICE_CHUNK_BYTES = 2**28
+CHUNK_BYTES = 2**26
 GRADIENT_SLOT_BYTES = 2**25
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
@@ -35,8 +33,8 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
     masters' `.grad` are these sums, so clipping and skipping a step work as ever. A step goes through the masters chunk
     by chunk, and a finished chunk's weights are on their way to the device while the next one is stepped.
 
-    The update itself runs on the host, or, if `inner` has a true attribute `step_on_device` (Muon: matrix products), on
-    the device, through which masters, gradients and state are then streamed.
+    The update runs on the host. An optimizer whose update is matrix products can send these to the device by itself
+    (Muon's `compute_device`).
     """
 
     mode = "full"
@@ -49,8 +47,7 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
         arena: HostArena,
         *,
         transfer: Transfer = "auto",
-        step_on: Literal["auto", "host", "device"] = "auto",
-        chunk_bytes: int | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
         lanes: Lanes | None = None,
     ):
         """
@@ -58,7 +55,7 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
             groups: param groups over the *model's* parameters; they are not changed.
             masters: of these parameters and all others of the model, which has its compute dtype by now.
             arena: where gradients and state lie.
-            chunk_bytes: masters per chunk of a step on the host; all that is streamed, for one on the device.
+            chunk_bytes: masters that are stepped before their weights are sent.
         """
         self.masters = masters
         self._name_of = {id(p): name for name, p in masters.parameters.items()}
@@ -81,12 +78,7 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
         for master in trained:
             self._gradients.watch(masters.parameters[self._name_of[id(master)]], master)
         self._chunks: list[Chunk] = []
-        on_device = getattr(self.inner, "step_on_device", False) and self._device.type != "cpu"
-        self._on_device = step_on == "device" or (step_on == "auto" and on_device)
-        self._chunk_bytes = chunk_bytes or (DEVICE_CHUNK_BYTES if self._on_device else HOST_CHUNK_BYTES)
-        self._device_step = DeviceStep(
-            self.inner, self._hosted, self._gradients.part_of, self._device, self._chunk_bytes, lanes
-        )
+        self._chunk_bytes = chunk_bytes
         logger.debug(f"masters, gradients and optimizer state on the host: {self.host_bytes / 2**30:.2f} GiB")
 
     @property
@@ -95,11 +87,10 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
 
     @property
     def device_bytes(self) -> int:
-        return self._device_step.device_bytes
+        return 0  # weights and the gradients of the moment are there in any mode
 
     def synchronize(self) -> None:
         self._gradients.finish()
-        self._device_step.synchronize()
         self.masters.synchronize()
 
     # --- gradients ------------------------------------------------------------------------------------------------------
@@ -130,9 +121,7 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
     def _update(self) -> None:
         self.synchronize()
         self.masters.check_unchanged()
-        if self._on_device:
-            self._device_step.run(self._scale, self._write_weights)
-        elif self._scale is None and not self._copies:
+        if self._scale is None and not self._copies:
             plain_step(self.inner)()
             self.masters.refresh(self._names(updated_parameters(self)))
         else:
@@ -155,9 +144,6 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
         for master in masters:
             if self._scale is not None and master.grad is not None:
                 local_part(master.grad).mul_(self._scale)
-
-    def _write_weights(self, master: Tensor, twin: Tensor) -> None:
-        self.masters.write(self._name_of[id(master)], local_part(twin))
 
     def _names(self, masters: list[Tensor]) -> list[str]:
         return [self._name_of[id(master)] for master in masters]

@@ -50,7 +50,6 @@ class HostGradients:
         self._lanes = lanes
         self._lane = lanes.new(device)
         self._sums: dict[int, _Sum] = {}
-        self._part_of: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
         self._copies = copies
         self._free: SimpleQueue[Tensor] = SimpleQueue()
@@ -64,12 +63,7 @@ class HostGradients:
         """Takes the gradients of the device parameter from now on, for `master` (float32, host)."""
         part = self._arena.take(local_part(master))
         self._sums[id(parameter)] = _Sum(master, part, around(part, master))
-        self._part_of[id(master)] = part
         self._hooks.append(parameter.register_post_accumulate_grad_hook(self._leave))
-
-    def part_of(self, master: Tensor) -> Tensor:
-        """Returns the accumulator of a watched master: the part on this rank, with values or without."""
-        return self._part_of[id(master)]
 
     def finish(self) -> None:
         """Returns when all gradients that left are in the sums."""

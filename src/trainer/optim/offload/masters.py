@@ -93,12 +93,6 @@ class HostMasters:
         self._lanes.current(self._device).wait(self._lane.mark())
         self._see(names)
 
-    @torch.no_grad()
-    def write(self, name: str, values: Tensor) -> None:
-        """Sets a device weight from the part `values` on the same device, rounded, in the device's own queue."""
-        local_part(self.parameters[name]).copy_(values)
-        self._see([name])
-
     def synchronize(self) -> None:
         """Returns when the weights have reached the device: masters may be written again."""
         self._lane.mark().synchronize()
