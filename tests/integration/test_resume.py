@@ -6,9 +6,9 @@ import signal
 from pathlib import Path
 
 import pytest
+
 from support import runs
 from support.runs import checkpoint, differences, metrics, samples, sft
-
 from trainer.errors import CheckpointError, CheckpointMismatch, LaunchError
 
 

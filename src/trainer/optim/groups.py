@@ -4,7 +4,7 @@ Groups are matched by the names of their parameters, never by position: a model 
 more group, must not hand one group's learning rate to another.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +19,7 @@ IDENTITY = frozenset({"name"})
 
 
 def decay_groups(
-    parameters: Iterable[tuple[str, Tensor]], roles: dict[str, str], *, weight_decay: float
+    parameters: Iterable[tuple[str, Tensor]], roles: Mapping[str, str], *, weight_decay: float
 ) -> list[dict[str, Any]]:
     """Returns the groups "decay" (matrices and the output head) and "no_decay" (norms, biases, embeddings).
 

@@ -39,7 +39,7 @@ class ResumePlan:
     override_data: frozenset[str] = frozenset()
 
 
-def plan(config: C, saved: Mapping[str, Any]) -> ResumePlan:
+def plan(config: RunConfig, saved: Mapping[str, Any]) -> ResumePlan:
     """Compares the config in a checkpoint's manifest with this run's.
 
     Raises:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from trainer.checkpoint.manager import CheckpointManager
@@ -12,6 +11,7 @@ from trainer.config.run import RunConfig
 from trainer.core.distributed import World, gather_objects
 from trainer.data.batch import GlobalBatch, global_row_ids
 from trainer.data.loader import BatchLoader
+from trainer.models.base import CausalLM
 from trainer.optim.schedule import ScheduleState
 from trainer.train.metrics import MetricsLog
 from trainer.train.progress import Progress
@@ -32,7 +32,7 @@ class Run:
     run_dir: Path
     world: World
     device: torch.device
-    model: nn.Module
+    model: CausalLM
     optimizer: Optimizer
     schedule: ScheduleState
     loss_function: LossFunction

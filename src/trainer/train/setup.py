@@ -173,9 +173,8 @@ def _announce(run: Run, plan: ResumePlan, checkpoint: Checkpoint | None) -> None
     config = run.config
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     ranks = f"{run.world.size} rank{'s' if run.world.size > 1 else ''}"
-    logger.info(
-        f"{config.model.name}: {parameters / 1e6:.1f} M parameters, {config.model.dtype} on {ranks} x {devices.describe(run.device)}"
-    )
+    place = f"{config.model.dtype} on {ranks} x {devices.describe(run.device)}"
+    logger.info(f"{config.model.name}: {parameters / 1e6:.1f} M parameters, {place}")
     if checkpoint is None:
         source = "random weights" if config.model.random_init else f"weights of {config.model.name}"
         logger.info(f"fresh start: {source}, step 0, new optimizer, data from its beginning")
