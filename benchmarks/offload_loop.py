@@ -56,9 +56,8 @@ def separate(model: Weights, clip: bool) -> Step:
 def offloaded(mode: str, model: Weights, clip: bool) -> Step:
     """The trainer's optimizer of an offload mode."""
     names, parameters = zip(*model.named_parameters(), strict=True)
-    groups = [{"name": "all", "params": list(parameters), "param_names": list(names)}]
-    config = OptimConfig(lr=1e-4)
-    built = build_offload(mode, lambda g: build_optimizer(config, g), groups, model, Owner())  # type: ignore[arg-type]
+    groups = [{"name": "all", "lr": 1e-4, "params": list(parameters), "param_names": list(names)}]
+    built = build_offload(mode, lambda g: build_optimizer(OptimConfig(), g), groups, model, Owner())  # type: ignore[arg-type]
     optimizer = built.optimizer
     assert isinstance(optimizer, OffloadOptimizer)
     sum((parameter * 1e-3).sum() for parameter in parameters).backward()  # type: ignore[union-attr]

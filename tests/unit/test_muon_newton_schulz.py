@@ -47,15 +47,15 @@ def test_singular_values_end_near_one():
 
 
 def test_polar_express_covers_its_interval():
-    """Five steps bring all of [1e-3, 1] within 0.15 of 1, where the quintic leaves 0.32."""
+    """Five steps bring all of [1e-3, 1] within 0.15 of 1; the quintic leaves 0.47 at its lower end."""
     values = torch.logspace(-3, 0, 2001, dtype=torch.float64)
     worst = {}
     for name in COEFFICIENTS:
         x = values
         for a, b, c in polynomials(name, 5):
             x = a * x + b * x**3 + c * x**5
-        worst[name] = (x[values > 2e-3] - 1).abs().max().item()
-    assert worst["polar_express"] < 0.25 < worst["quintic"]
+        worst[name] = (x - 1).abs().max().item()
+    assert worst["polar_express"] < 0.15 < 0.5 < worst["quintic"]
 
 
 @pytest.mark.parametrize("coefficients", COEFFICIENTS)
@@ -73,7 +73,8 @@ def test_a_batch_is_its_matrices(monkeypatch):
     batch = matrix(7, 24, 60).to(torch.bfloat16)
     alone = torch.cat([orthogonalize(batch[i : i + 1]) for i in range(len(batch))])
     assert torch.equal(orthogonalize(batch), alone)
-    monkeypatch.setitem(newton_schulz._BATCH_BYTES, "cpu", 2 * batch[0].numel() * batch.element_size())
+    two = 2 * batch[0].numel() * batch.element_size()
+    monkeypatch.setattr(newton_schulz, "_CPU_BATCH_BYTES", two // torch.get_num_threads())
     assert torch.equal(orthogonalize(batch), alone)
 
 

@@ -128,3 +128,11 @@ def test_state_round_trip_and_override():
     kept = ScheduleState(Schedule("constant", 7), [], overridden=True)
     kept.load_state_dict(saved)
     assert kept.schedule == Schedule("constant", 7)
+
+
+def test_sqrt_decay():
+    schedule = Schedule("linear", 100, decay_steps=50, min_factor=0.1, decay_shape="sqrt")
+    assert schedule.factor(50) == 1.0
+    assert schedule.factor(50 + 49) == pytest.approx(0.1)
+    assert schedule.factor(60) == pytest.approx(1 - 0.9 * math.sqrt(10 / 49))
+    assert all(schedule.factor(step) >= schedule.factor(step + 1) for step in range(110))

@@ -21,25 +21,54 @@ IDENTITY = frozenset({"name"})
 def decay_groups(
     parameters: Iterable[tuple[str, Tensor]], roles: Mapping[str, str], *, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Returns the groups "decay" (matrices and the output head) and "no_decay" (norms, biases, embeddings).
+    """Returns the groups "decay" (matrices and the output head) and "no_decay" (norms, biases, embeddings)."""
+    entries = {"decay": {"weight_decay": weight_decay}, "no_decay": {"weight_decay": 0.0}}
+    policy = {"matrix": "decay", "head": "decay", "vector": "no_decay", "embedding": "no_decay"}
+    return assign(parameters, roles, policy, entries)
+
+
+def muon_groups(
+    parameters: Iterable[tuple[str, Tensor]],
+    roles: Mapping[str, str],
+    *,
+    lr: float,
+    adamw_lr: float,
+    weight_decay: float,
+) -> list[dict[str, Any]]:
+    """Returns the groups "muon" (hidden matrices), "adamw_decay" (the head) and "adamw" (norms, biases, embeddings)."""
+    adamw = {"algorithm": "adamw", "lr": adamw_lr, "initial_lr": adamw_lr}
+    entries = {
+        "muon": {"algorithm": "muon", "lr": lr, "initial_lr": lr, "weight_decay": weight_decay},
+        "adamw_decay": adamw | {"weight_decay": weight_decay},
+        "adamw": adamw | {"weight_decay": 0.0},
+    }
+    policy = {"matrix": "muon", "head": "adamw_decay", "vector": "adamw", "embedding": "adamw"}
+    return assign(parameters, roles, policy, entries)
+
+
+def assign(
+    parameters: Iterable[tuple[str, Tensor]],
+    roles: Mapping[str, str],
+    policy: Mapping[str, str],
+    entries: Mapping[str, dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Returns the groups of a policy (role -> group name) that have members, in the order of `entries`.
 
     Raises:
-        TrainingError: a parameter is given twice, has no role, or nothing is trainable.
+        TrainingError: a parameter is claimed by no group or by two, or nothing is trainable.
     """
-    groups = {
-        name: {"name": name, "params": [], "param_names": [], "weight_decay": decay}
-        for name, decay in (("decay", weight_decay), ("no_decay", 0.0))
-    }
+    groups = {name: {"name": name, "params": [], "param_names": [], **extra} for name, extra in entries.items()}
     claimed: set[int] = set()
     for name, parameter in parameters:
         if not parameter.requires_grad:
             continue
-        if name not in roles:
-            raise TrainingError(f"parameter {name!r} is claimed by no param group: it has no role")
+        role = roles.get(name)
+        if role not in policy:
+            raise TrainingError(f"parameter {name!r} is claimed by no param group: its role is {role!r}")
         if id(parameter) in claimed:
             raise TrainingError(f"parameter {name!r} is claimed by two param groups (a tied weight under two names?)")
         claimed.add(id(parameter))
-        group = groups["decay" if roles[name] in ("matrix", "head") else "no_decay"]
+        group = groups[policy[role]]
         group["params"].append(parameter)
         group["param_names"].append(name)
     if not claimed:

@@ -1,5 +1,6 @@
 """The optimizer as an owner of checkpointed state: tensors by parameter name, groups by their members."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,6 +32,27 @@ class OptimizerState:
             for group in self.optimizer.param_groups
         ]
         return {"state": state, "groups": groups}
+
+    def make_room(self, saved: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        """Makes the state entries that a checkpoint has and this optimizer makes only in its first step.
+
+        Args:
+            saved: "state.<parameter>.<entry>" -> dtype and shape. An entry shaped like its parameter is sharded like it.
+        """
+        parameters = self._parameters()
+        for flat, (dtype, shape) in saved.items():
+            name, _, entry = flat.removeprefix("state.").rpartition(".")
+            if (
+                not flat.startswith("state.")
+                or name not in parameters
+                or entry in self.optimizer.state[parameters[name]]
+            ):
+                continue
+            parameter = parameters[name]
+            like = shape == tuple(parameter.shape)
+            with torch.no_grad():
+                made = torch.zeros_like(parameter, dtype=dtype) if like else torch.zeros(shape, dtype=dtype)
+            self.optimizer.state[parameter][entry] = made
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes a state of the same parameters: tensors are copied in place, group entries written by name."""

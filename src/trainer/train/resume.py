@@ -19,6 +19,11 @@ GROUP_ENTRIES = {
     "optim.betas": ("betas",),
     "optim.eps": ("eps",),
     "optim.momentum": ("momentum",),
+    "optim.adamw_lr": ("lr", "initial_lr"),
+    "optim.nesterov": ("nesterov",),
+    "optim.adjust_lr": ("adjust_lr",),
+    "optim.ns_coefficients": ("ns_coefficients",),
+    "optim.ns_steps": ("ns_steps",),
 }
 
 

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
 
+from trainer.checkpoint.app_state import Stateful
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.config.run import RunConfig
 from trainer.core.distributed import World, gather_objects
@@ -17,6 +19,9 @@ from trainer.train.metrics import MetricsLog
 from trainer.train.progress import Progress
 from trainer.train.step import LossFunction
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 
 @dataclass
 class Run:
@@ -25,6 +30,8 @@ class Run:
     Attributes:
         last_step: where this process stops: max_steps or stop_step.
         resumed_from: the step a checkpoint was loaded at, or None for a fresh start.
+        tokenizer: of the model; None for synthetic data.
+        weights: owner of the float32 weights, wherever they are.
         validation: this rank's held-out batches, always the same.
     """
 
@@ -33,6 +40,8 @@ class Run:
     world: World
     device: torch.device
     model: CausalLM
+    tokenizer: "PreTrainedTokenizerFast | None"
+    weights: Stateful
     optimizer: Optimizer
     schedule: ScheduleState
     loss_function: LossFunction

@@ -1,13 +1,15 @@
 """Builds a run from its config, in the order a reader would: place, data, model, optimizer, state, resume."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.optim import Optimizer
 
-from trainer.checkpoint.app_state import AppState
+from trainer.checkpoint.app_state import AppState, Stateful
 from trainer.checkpoint.discovery import Checkpoint
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.config.load import Loaded
@@ -21,13 +23,15 @@ from trainer.data.build import TrainData, build_data
 from trainer.data.loader import BatchLoader
 from trainer.data.validation import validation_batches
 from trainer.errors import DataError
+from trainer.models.base import CausalLM
 from trainer.models.build import build_model
 from trainer.models.hf import export_hf
 from trainer.models.roles import parameter_roles
 from trainer.models.state import ModelState
 from trainer.models.tokenizer import load_tokenizer
-from trainer.optim.build import build_optimizer, build_schedule
-from trainer.optim.groups import decay_groups
+from trainer.optim.build import build_groups, build_optimizer, build_schedule
+from trainer.optim.offload.build import build_offload
+from trainer.optim.offload.weights import MasterWeights
 from trainer.optim.schedule import ScheduleState
 from trainer.optim.state import OptimizerState
 from trainer.train import resume, rundir
@@ -65,7 +69,9 @@ def finish(run: Run) -> None:
         logger.info(f"stopped after step {run.progress.step} of {run.max_steps}; go on with --resume")
     elif run.config.ckpt.export_weights:
         out_dir = run.run_dir / "weights"
-        export_hf(run.model, Path(run.config.model.name), out_dir, tokenizer=load_tokenizer(run.config.model))
+        masters = run.weights.in_model(run.model) if isinstance(run.weights, MasterWeights) else nullcontext()
+        with masters:
+            export_hf(run.model, run.config.model.name, out_dir, tokenizer=run.tokenizer)
         logger.info(f"weights exported to {out_dir}")
 
 
@@ -93,8 +99,7 @@ def _build(loaded: Loaded[C], loss_function: LossFunction, world: World, device:
     max_steps = _max_steps(config, loader)
     vocab_size = len(tokenizer) if tokenizer is not None else 0
     model = build_model(config.model, mesh=mesh, device=device, seed=config.seed, vocab_size=vocab_size)
-    groups = decay_groups(model.named_parameters(), parameter_roles(model), weight_decay=config.optim.weight_decay)
-    optimizer = build_optimizer(config.optim, groups)
+    optimizer, weights = _optimizer(config, model)
     schedule = ScheduleState(
         build_schedule(config.scheduler, lr=config.optim.lr, total_steps=max_steps),
         optimizer.param_groups,
@@ -102,7 +107,7 @@ def _build(loaded: Loaded[C], loss_function: LossFunction, world: World, device:
     )
     progress = Progress()
     state.owners |= {
-        "model": ModelState(model),
+        "model": weights,
         "optimizer": OptimizerState(optimizer, keep=plan.keep_group_entries),
         "schedule": schedule,
         "progress": progress,
@@ -121,6 +126,8 @@ def _build(loaded: Loaded[C], loss_function: LossFunction, world: World, device:
         world=world,
         device=device,
         model=model,
+        tokenizer=tokenizer,
+        weights=weights,
         optimizer=optimizer,
         schedule=schedule,
         loss_function=loss_function,
@@ -143,6 +150,21 @@ def _build(loaded: Loaded[C], loss_function: LossFunction, world: World, device:
     )
     _announce(run, plan, checkpoint)
     return run
+
+
+def _optimizer(config: RunConfig, model: CausalLM) -> tuple[Optimizer, Stateful]:
+    """Returns the optimizer in its offload mode, and the owner of the float32 weights it updates."""
+    roles = parameter_roles(model)
+    offloaded = build_offload(
+        config.model.offload,
+        partial(build_optimizer, config.optim),
+        build_groups(config.optim, model.named_parameters(), roles),
+        model,
+        ModelState(model),
+        compute_dtype=model.compute_dtype,
+        float32=[name for name, role in roles.items() if role == "embedding"],
+    )
+    return offloaded.optimizer, offloaded.weights
 
 
 def _max_steps(config: RunConfig, loader: BatchLoader) -> int:
