@@ -154,6 +154,25 @@ def test_changed_membership_names_the_parameters_that_moved():
         OptimizerState(optimizer).load_state_dict(saved)
 
 
+def test_regroup_takes_each_parameters_own_entries_and_refuses_two_values():
+    _, optimizer = make()
+    saved = copy.deepcopy(OptimizerState(optimizer).state_dict())
+    decay, no_decay = saved["groups"]
+    no_decay["param_names"].remove("hidden.bias")
+    split = {"name": "bias", "param_names": ["hidden.bias"], "entries": copy.deepcopy(no_decay["entries"])}
+    saved["groups"].append(split)
+    for group in saved["groups"]:
+        group["entries"]["lr"] = 0.125
+    with pytest.raises(CheckpointMismatch, match="--resume.regroup"):
+        OptimizerState(optimizer).load_state_dict(saved)
+    OptimizerState(optimizer, regroup=True).load_state_dict(saved)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
+    split["entries"]["lr"] = 0.5
+    with pytest.raises(CheckpointMismatch, match=r"'no_decay'.*different 'lr' \('no_decay': 0.125, 'bias': 0.5\)"):
+        OptimizerState(optimizer, regroup=True).load_state_dict(saved)
+    OptimizerState(optimizer, regroup=True, keep=frozenset({"lr"})).load_state_dict(saved)
+
+
 def test_overridden_entries_keep_the_configs_value():
     _, optimizer = make()
     saved = copy.deepcopy(OptimizerState(optimizer).state_dict())

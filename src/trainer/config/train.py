@@ -87,6 +87,8 @@ class ResumeConfig(Section):
     """Resume from exactly this step; newer checkpoints of the run move to superseded/."""
     if_exists: bool = False
     """Start fresh when there is nothing to resume from (for jobs that are simply launched again)."""
+    regroup: bool = False
+    """Let param groups have other members than in the checkpoint: each parameter brings the entries of its saved group."""
     override: tuple[str, ...] = ()
     """Config keys that win over the checkpoint's, such as ["optim.lr", "scheduler"]. See docs/config.md."""
 

@@ -103,6 +103,41 @@ def match_groups(
     return pairs
 
 
+def regroup(
+    live: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], *, keep: frozenset[str] = frozenset()
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Returns each live group with a saved one made of its own parameters' entries, wherever these were (resume.regroup).
+
+    Raises:
+        CheckpointMismatch: a parameter was in no saved group, or one live group would need two values of an entry.
+    """
+    home = {name: group for group in saved for name in group["param_names"]}
+    pairs = []
+    for group in live:
+        new = [name for name in group["param_names"] if name not in home]
+        if new:
+            raise CheckpointMismatch(f"group {group['name']!r}: the checkpoint has no entries for {new[:10]}")
+        sources = {id(home[name]): home[name] for name in group["param_names"]}
+        entries = _merged(group, list(sources.values()), keep)
+        pairs.append((group, {"name": group["name"], "param_names": group["param_names"], "entries": entries}))
+    return pairs
+
+
+def _merged(live: dict[str, Any], sources: Sequence[dict[str, Any]], keep: frozenset[str]) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    for key in restored_entries(live):
+        values = [source["entries"][key] for source in sources if key in source["entries"]]
+        if key not in keep and any(value != values[0] for value in values):
+            told = ", ".join(f"{source['name']!r}: {source['entries'].get(key)!r}" for source in sources)
+            raise CheckpointMismatch(
+                f"group {live['name']!r} takes parameters from groups with different {key!r} ({told}) and can hold one; "
+                f"choose the config's with --resume.override, or keep the groups apart"
+            )
+        if values:
+            entries[key] = values[0]
+    return entries
+
+
 def _membership_message(live: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> str:
     now = {name: group["name"] for group in live for name in group["param_names"]}
     then = {name: group["name"] for group in saved for name in group["param_names"]}
@@ -113,7 +148,8 @@ def _membership_message(live: Sequence[dict[str, Any]], saved: Sequence[dict[str
     if not lines:
         lines = ["  the same parameters are split into groups differently"]
     shown = lines[:20] + ([f"  ... and {len(lines) - 20} more"] if len(lines) > 20 else [])
-    return "\n".join(["the optimizer's param groups do not fit the checkpoint's:", *shown])
+    way_out = "--resume.regroup gives each parameter the entries of the group it was in"
+    return "\n".join(["the optimizer's param groups do not fit the checkpoint's:", *shown, way_out])
 
 
 def write_entries(live: dict[str, Any], saved: dict[str, Any], *, keep: frozenset[str] = frozenset()) -> list[str]:

@@ -106,9 +106,10 @@ def _build(loaded: Loaded[C], loss_function: LossFunction, world: World, device:
         overridden=plan.override_scheduler,
     )
     progress = Progress()
+    regroups = config.resume is not None and config.resume.regroup
     state.owners |= {
         "model": weights,
-        "optimizer": OptimizerState(optimizer, keep=plan.keep_group_entries),
+        "optimizer": OptimizerState(optimizer, keep=plan.keep_group_entries, regroup=regroups),
         "schedule": schedule,
         "progress": progress,
         "data": loader,

@@ -143,21 +143,26 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
             self._hosted.stale = False
         step = ChunkedStep(self.inner)
         for chunk in self._chunks:
-            active = {
-                index: [p for p in (self.param_groups[index]["params"][i] for i in places) if p.grad is not None]
-                for index, places in chunk.members.items()
-            }
             members = chunk.parameters(self.param_groups)
-            if self._native is not None and self._native.takes(active):
-                staged = self.masters.stage(self._names([p for several in active.values() for p in several]))
-                places = {id(self.masters.masters[name]): values for name, values in staged.items()}
-                self._native.step(active, self._scale, places)
-                self.masters.send(staged)
-                members = [member for member in members if id(member) not in places]
-            else:
+            sent = self._step_natively(chunk)
+            if sent is None:
                 self._apply_scale(members)
                 step(chunk)
-            self.masters.refresh(self._names(members))
+            self.masters.refresh(self._names([member for member in members if id(member) not in (sent or ())]))
+
+    def _step_natively(self, chunk: Chunk) -> set[int] | None:
+        """Steps the chunk by the native kernel and returns the ids of the masters whose weights are on their way to the
+        device; None if the kernel does not take it."""
+        groups = self.param_groups
+        active = {index: [groups[index]["params"][i] for i in places] for index, places in chunk.members.items()}
+        active = {index: [m for m in masters if m.grad is not None] for index, masters in active.items()}
+        if self._native is None or not self._native.takes(active):
+            return None
+        staged = self.masters.stage(self._names([master for masters in active.values() for master in masters]))
+        places = {id(self.masters.masters[name]): values for name, values in staged.items()}
+        self._native.step(active, self._scale, places)
+        self.masters.send(staged)
+        return set(places)
 
     def _apply_scale(self, masters: list[Tensor]) -> None:
         for master in masters:

@@ -73,6 +73,8 @@ class NativeAdamW:
         rounded: id of a parameter -> contiguous bfloat16 host tensor that takes its new values.
         """
         members = [(index, parameter) for index, several in parameters.items() for parameter in several]
+        if not members:
+            return
         state = self._optimizer.state
         torch._foreach_add_([state[parameter]["step"] for _, parameter in members], 1)  # pyright: ignore[reportPrivateImportUsage]
         tensors = (_Tensor * len(members))()
