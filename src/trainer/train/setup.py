@@ -98,7 +98,14 @@ def _build(loaded: Loaded[C], loss_function: LossFunction, world: World, device:
     )
     max_steps = _max_steps(config, loader)
     vocab_size = len(tokenizer) if tokenizer is not None else 0
-    model = build_model(config.model, mesh=mesh, device=device, seed=config.seed, vocab_size=vocab_size)
+    model = build_model(
+        config.model,
+        mesh=mesh,
+        device=device,
+        seed=config.seed,
+        vocab_size=vocab_size,
+        values=checkpoint is None,
+    )
     optimizer, weights = _optimizer(config, model)
     schedule = ScheduleState(
         build_schedule(config.scheduler, lr=config.optim.lr, total_steps=max_steps),
