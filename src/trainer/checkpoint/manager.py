@@ -48,8 +48,8 @@ class CheckpointManager:
         self.store = CheckpointStore(self.run_dir / CHECKPOINTS)
         self.world = world_from_env()
         self._parent: Mapping[str, Any] | None = None
-        # The checkpoint that holds the state as of now, if there is one, and what is pending in it.
-        self._on_disk: tuple[Path, Mapping[str, Any] | None] | None = None
+        # The checkpoint that holds the state as of now, if there is one; its micro-step; and what is pending in it.
+        self._on_disk: tuple[Path, int, Mapping[str, Any] | None] | None = None
         self._tidied = False
 
     def due(self, step: int, max_steps: int) -> bool:
@@ -81,7 +81,7 @@ class CheckpointManager:
             CheckpointError: on every rank, if any rank failed; every earlier checkpoint is still there.
         """
         final = self.store.directory / step_name(step)
-        if self._on_disk is not None and self._on_disk[0] == final and pending in (None, self._on_disk[1]):
+        if self._is_on_disk(final, pending):
             return final
         self._tidy_once()
         state = self.app.state_dict()
@@ -108,9 +108,15 @@ class CheckpointManager:
             )
 
         path = self.store.write(step, state, manifest)
-        self._on_disk = (path, pending) if resumable else None
+        self._on_disk = (path, micro_step, pending) if resumable else None
         on_main(self._apply_retention)
         return path
+
+    def _is_on_disk(self, path: Path, pending: Mapping[str, Any] | None) -> bool:
+        if self._on_disk is None or self._on_disk[0] != path:
+            return False
+        _, micro_step, there = self._on_disk
+        return pending == there or (pending is None and micro_step > 0)  # with more in it than is asked for
 
     def check_space(self) -> None:
         """Checks before the first step that a checkpoint of this state fits on the disk.
@@ -202,7 +208,8 @@ class CheckpointManager:
             }
             return
         self._parent = checkpoint.manifest.parent
-        self._on_disk = None if skip else (checkpoint.path, checkpoint.manifest.pending)
+        manifest = checkpoint.manifest
+        self._on_disk = None if skip else (checkpoint.path, manifest.micro_step, manifest.pending)
         on_main(self._supersede, checkpoint.step)
 
     def _supersede(self, step: int) -> None:
