@@ -14,8 +14,9 @@ An *owner* is an object with
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,7 +56,16 @@ class AppState:
     """The owners of a run's state by name: ``AppState(model=..., optimizer=..., progress=..., data=...)``."""
 
     def __init__(self, **owners: Stateful):
-        self.owners = owners
+        self.owners: dict[str, Stateful] = dict(owners)
+
+    @contextmanager
+    def joined_by(self, owners: Mapping[str, Stateful]) -> Iterator[None]:
+        """Inside, `owners` belong to the state too; one whose name is taken stands in for that owner."""
+        own, self.owners = self.owners, self.owners | owners
+        try:
+            yield
+        finally:
+            self.owners = own
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns flat names ("owner.key.key") -> live tensors of any dtype, device and placement, and "json".

@@ -29,6 +29,8 @@ class Manifest:
     """Every other file of the directory: plain name -> size and xxh3-64."""
     micro_step: int = 0
     """Micro-steps done of the accumulation cycle; 0 = at a boundary."""
+    pending: Mapping[str, Any] | None = None
+    """What is beside the state of the boundary: a cycle's gradients, or a row of metrics. None = nothing (JSON)."""
     resumable: bool = True
     reason: str = ""
     """Why not, where it is not resumable."""

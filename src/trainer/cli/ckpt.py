@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
 DIFFERENT, FAILED = 1, 2  # exit codes besides 0
 
-_STYLES = {"committed": "green", "not resumable": "yellow", "superseded": "dim", "corrupt": "red"}
+_STYLES = {
+    "committed": "green",
+    "not resumable": "yellow",
+    "mid-cycle": "yellow",
+    "superseded": "dim",
+    "corrupt": "red",
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -137,6 +143,8 @@ def _show(arguments: argparse.Namespace) -> int:
     )
     print(f"created {manifest.created} by trainer {versions.get('trainer')}, torch {versions.get('torch')}")
     print("resumable" if manifest.resumable else f"not resumable: {manifest.reason}")
+    if manifest.micro_step:
+        print(f"in the middle of step {manifest.step + 1}: {manifest.micro_step} micro-steps done")
     if manifest.parent:
         print(f"forked from step {manifest.parent.get('step')} of {manifest.parent.get('path')}")
     limit = None if arguments.all else 12
@@ -187,16 +195,16 @@ def _pick(path: str):
     Raises:
         CheckpointError: there is none, or it is not whole.
     """
-    from trainer.checkpoint.discovery import Status, discover, inspect_step, locate, newest_first
+    from trainer.checkpoint.discovery import WHOLE, discover, inspect_step, locate, newest_first
 
     directory, is_run = locate(path)
     if not is_run:
         candidate = inspect_step(directory)
-        if candidate.status not in (Status.COMMITTED, Status.NOT_RESUMABLE):
+        if candidate.status not in WHOLE:
             raise CheckpointError(f"{path} is {candidate.status}: {candidate.reason}")
         return candidate.checkpoint()
     for candidate in newest_first(discover(directory)):
-        if candidate.status in (Status.COMMITTED, Status.NOT_RESUMABLE):
+        if candidate.status in WHOLE:
             return candidate.checkpoint()
     raise CheckpointError(f"{directory} has no whole checkpoint; `trainer ckpt ls {path}` shows what is there")
 

@@ -65,7 +65,23 @@ class CkptConfig(Section):
     """When checkpoints are written, and which ones are kept."""
 
     interval: NonNegativeInt = 0
-    """Save every N steps; 0 = only at the end."""
+    """Save every N steps; 0 = not by the step."""
+    micro_interval: NonNegativeInt = 0
+    """Save every N micro-steps, at the next step boundary after each N; 0 = not by the micro-step."""
+    minutes: PositiveFloat | None = None
+    """Save at the next step boundary when this much time has passed since the last save."""
+    at: tuple[PositiveInt, ...] = ()
+    """Save after these steps too."""
+    on_signal: Literal["boundary", "now"] = "boundary"
+    """SIGTERM, SIGUSR1 and SAVE/STOP files are served after the step ("boundary"), or after the micro-step ("now"): then
+    the gradients so far are saved too, and the resumed run finishes the cycle."""
+    grace_seconds: PositiveFloat = 600.0
+    """Give up this long after a signal to stop, whatever the run is waiting for; a save that is being written is
+    finished. The launcher's own patience must be longer."""
+    stop_minutes: PositiveFloat | None = None
+    """Stop as SIGTERM does once the process has run for this long: a queue's time limit, less the time of a save."""
+    signal_exit_code: int = Field(default=143, ge=0, le=255)
+    """Exit code of a run that was asked to stop and saved; 143 tells a controller that it is not finished."""
     keep_last: PositiveInt | None = None
     """Keep the newest N resumable checkpoints; unset = all."""
     keep_every: PositiveInt | None = None
@@ -76,6 +92,14 @@ class CkptConfig(Section):
     """What is checked before a checkpoint is loaded: file sizes, or every byte's xxh3 checksum as well."""
     export_weights: bool = True
     """Write the final weights as a Hugging Face directory to weights/ when max_steps is reached."""
+    skip_optimizer: bool = False
+    """Resume without the optimizer's state and group entries: the config's lr, betas and weight decay, new moments."""
+    skip_scheduler: bool = False
+    """Resume with the config's schedule, begun anew over the steps that are left; its peak is the groups' saved peak."""
+    skip_dataloader: bool = False
+    """Resume with the data at its beginning."""
+    skip_progress: bool = False
+    """Resume with step, token and sample counters at zero; needs an output_dir of its own."""
 
 
 class ResumeConfig(Section):

@@ -118,8 +118,8 @@ def _make_momentum(optimizer: Optimizer) -> None:
             optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)} if has_momentum else {}
 
 
-def build_schedule(config: SchedulerConfig, *, lr: float, total_steps: int) -> Schedule:
-    """Returns the schedule that `config` describes for a run of `total_steps` updates peaking at `lr`."""
+def build_schedule(config: SchedulerConfig, *, lr: float, total_steps: int, start_step: int = 0) -> Schedule:
+    """Returns the schedule that `config` describes for the `total_steps` updates after `start_step`, peaking at `lr`."""
     return Schedule(
         type=config.type,
         total_steps=total_steps,
@@ -127,4 +127,5 @@ def build_schedule(config: SchedulerConfig, *, lr: float, total_steps: int) -> S
         decay_steps=config.decay_steps,
         min_factor=config.min_lr / lr,
         decay_shape=config.decay_shape,
+        start_step=start_step,
     )

@@ -27,6 +27,7 @@ class Schedule:
         min_factor: min_lr / lr.
         decay_shape: of "linear"'s decay: the factor falls with the decayed fraction x, or with its root:
             1 - (1 - min_factor) sqrt(x), the cooldown of Hägele et al., https://arxiv.org/abs/2405.18392.
+        start_step: updates of the run before the schedule begins; all lengths count from there.
     """
 
     type: Literal["constant", "linear", "cosine"]
@@ -35,9 +36,11 @@ class Schedule:
     decay_steps: int | None = None
     min_factor: float = 0.0
     decay_shape: Literal["linear", "sqrt"] = "linear"
+    start_step: int = 0
 
     def factor(self, step: int) -> float:
         """Returns lr / initial_lr after `step` updates."""
+        step = max(0, step - self.start_step)
         if step < self.warmup_steps:
             start = max(self.min_factor, SMALLEST_START_FACTOR)
             return start + (1.0 - start) * step / self.warmup_steps
@@ -87,6 +90,7 @@ class ScheduleState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.overridden:
             return
+        state = {"start_step": 0, **state}  # older checkpoints do not have it
         if set(state) != set(asdict(self.schedule)):
             raise CheckpointMismatch(
                 f"the checkpoint's schedule has the entries {sorted(state)}, this version knows "
@@ -96,6 +100,7 @@ class ScheduleState:
 
     def verify(self, saved: dict[str, Any]) -> list[str]:
         """Returns what differs from the loaded state; nothing does when the config's schedule was asked for."""
+        saved = {"start_step": 0, **saved}
         return [] if self.overridden else [key for key, value in self.state_dict().items() if value != saved[key]]
 
     def check_lr(self, step: int) -> None:

@@ -112,6 +112,11 @@ class OffloadOptimizer(Optimizer):
         named = named_parameters(self)
         return {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
 
+    def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Makes these the sums of the micro-steps so far; a parameter that is not named has none."""
+        for name, parameter in named_parameters(self).items():
+            parameter.grad = gradients.get(name)
+
     def load_master_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
         """Makes new weights the ones that training goes on from; optimizer state stays.
 

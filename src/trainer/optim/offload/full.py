@@ -116,6 +116,10 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
         self._scale = None
         return super().gradients()
 
+    def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        self.zero_grad()
+        self._gradients.restore({id(self.masters.masters[name]): tensor for name, tensor in gradients.items()})
+
     def clip_gradients(self, max_norm: float | None) -> Tensor:
         """Returns the global norm before clipping. The factor is applied within the step, chunk by chunk, while the
         gradients are in the cache; until then `.grad` shows them unclipped."""

@@ -4,7 +4,7 @@ Each device parameter has a hook that runs when its gradient is complete for thi
 the host and frees it, so the device holds the gradients of a few parameters and never of all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -81,6 +81,16 @@ class HostGradients:
         pending, self._pending = self._pending, []
         for future in pending:
             future.result()
+
+    @torch.no_grad()
+    def restore(self, gradients: Mapping[int, Tensor]) -> None:
+        """Makes these the sums so far, by the `id` of their masters; other masters have none."""
+        self.finish()
+        for target in self._sums.values():
+            gradient = gradients.get(id(target.master))
+            target.master.grad = None if gradient is None else target.whole
+            if gradient is not None:
+                target.part.copy_(local_part(gradient))
 
     def close(self) -> None:
         """Lets gradients stay on the device again."""
