@@ -40,7 +40,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="trainer ckpt", description="Look at and work on checkpoints.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="trainer ckpt", description="Look at and work on checkpoints.", allow_abbrev=False
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     ls = commands.add_parser("ls", help="list the checkpoints of a run, with what is wrong where one is not whole")
