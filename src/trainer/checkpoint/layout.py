@@ -172,7 +172,7 @@ def _parse_tensor(entry: Any, where: str) -> TensorLayout:
                 f"{where}: chunk at {chunk.offsets} of sizes {chunk.sizes} in {chunk.size_bytes} bytes does not fit "
                 f"{tensor.dtype} {shape}"
             )
-    if sum(chunk.size_bytes for chunk in tensor.chunks) != tensor.size_bytes or _overlap(tensor.chunks):
+    if sum(chunk.size_bytes for chunk in tensor.chunks) != tensor.size_bytes or overlap(tensor.chunks):
         raise CorruptCheckpoint(f"{where}: its chunks do not fill its shape {shape} exactly once")
     return tensor
 
@@ -196,7 +196,7 @@ def _numbers(value: Any, where: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _overlap(chunks: Sequence[Chunk]) -> bool:
+def overlap(chunks: Sequence[Chunk]) -> bool:
     """Whether two chunks share an element; sorted by the first dimension, so that shards of rows cost n log n.
 
     Chunks that cost more comparisons than any mesh of ranks makes count as overlapping: a table must not cost hours.

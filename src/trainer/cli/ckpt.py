@@ -26,11 +26,14 @@ _STYLES = {"committed": "green", "not resumable": "yellow", "superseded": "dim",
 def main(argv: Sequence[str]) -> int:
     """Runs `trainer ckpt` with the arguments after "ckpt"; returns 0, 1 (`diff`, `verify`: not so) or 2 (error)."""
     try:
+        if argv[:1] == ["import"]:  # its flags are those of a config
+            from trainer.cli.ckpt_import import main as import_main
+
+            return import_main(list(argv[1:]))
         arguments = _parser().parse_args(argv)
+        return arguments.run(arguments)
     except SystemExit as stop:  # --help or a usage error, already printed
         return int(stop.code or 0)
-    try:
-        return arguments.run(arguments)
     except TrainerError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED

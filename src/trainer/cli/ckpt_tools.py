@@ -52,6 +52,9 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     repair.add_argument("--json", action="store_true", help="print JSON")
     repair.set_defaults(run=_repair)
 
+    # `ckpt.main` hands it on before this parser sees it; here it only stands in the list.
+    commands.add_parser("import", help="bring in a checkpoint of another trainer", add_help=False)
+
 
 _VERIFY_HELP = (
     "Checks the manifest, the size and checksum of every file, the tables, the counters, every group's learning rate "

@@ -18,17 +18,25 @@ RUN_LOCAL = frozenset(
 IDENTITY = frozenset({"name"})
 
 
+DECAYED: dict[str, frozenset[str]] = {
+    "matrices": frozenset({"matrix", "head"}),
+    "weights": frozenset({"matrix", "head", "embedding"}),
+    "all": frozenset({"matrix", "head", "embedding", "vector"}),
+}
+"""optim.decay -> the roles of the parameters that decay."""
+
+
 def decay_groups(
-    parameters: Iterable[tuple[str, Tensor]], roles: dict[str, str], *, weight_decay: float
+    parameters: Iterable[tuple[str, Tensor]], roles: dict[str, str], *, weight_decay: float, decay: str = "matrices"
 ) -> list[dict[str, Any]]:
-    """Returns the groups "decay" (matrices and the output head) and "no_decay" (norms, biases, embeddings).
+    """Returns the groups "decay" and "no_decay"; `decay` ("matrices", "weights", "all") says who is in which.
 
     Raises:
         TrainingError: a parameter is given twice, has no role, or nothing is trainable.
     """
     groups = {
-        name: {"name": name, "params": [], "param_names": [], "weight_decay": decay}
-        for name, decay in (("decay", weight_decay), ("no_decay", 0.0))
+        name: {"name": name, "params": [], "param_names": [], "weight_decay": value}
+        for name, value in (("decay", weight_decay), ("no_decay", 0.0))
     }
     claimed: set[int] = set()
     for name, parameter in parameters:
@@ -39,7 +47,7 @@ def decay_groups(
         if id(parameter) in claimed:
             raise TrainingError(f"parameter {name!r} is claimed by two param groups (a tied weight under two names?)")
         claimed.add(id(parameter))
-        group = groups["decay" if roles[name] in ("matrix", "head") else "no_decay"]
+        group = groups["decay" if roles[name] in DECAYED[decay] else "no_decay"]
         group["params"].append(parameter)
         group["param_names"].append(name)
     if not claimed:

@@ -163,7 +163,7 @@ def _states(evidence: Evidence) -> str:
     """What the final checkpoints say beside it."""
     counters = [d for d in evidence.differences if d.key.endswith(".step")]
     if counters:
-        return f". {counters[0].key}: {counters[0].text} in the final checkpoints"
+        return f". {counters[0].key}: {counters[0].text} in the final checkpoints" + _suggest_repeat(evidence)
     return _suggest_repeat(evidence)
 
 

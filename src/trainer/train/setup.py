@@ -93,7 +93,12 @@ def _build(loaded: Loaded[C], loss_function: LossFunction, world: World, device:
     max_steps = _max_steps(config, loader)
     vocab_size = len(tokenizer) if tokenizer is not None else 0
     model = build_model(config.model, mesh=mesh, device=device, seed=config.seed, vocab_size=vocab_size)
-    groups = decay_groups(model.named_parameters(), parameter_roles(model), weight_decay=config.optim.weight_decay)
+    groups = decay_groups(
+        model.named_parameters(),
+        parameter_roles(model),
+        weight_decay=config.optim.weight_decay,
+        decay=config.optim.decay,
+    )
     optimizer = build_optimizer(config.optim, groups)
     schedule = ScheduleState(
         build_schedule(config.scheduler, lr=config.optim.lr, total_steps=max_steps),
