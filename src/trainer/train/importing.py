@@ -18,7 +18,7 @@ from trainer.checkpoint.importers.dcp_states import read_dcp
 from trainer.checkpoint.importers.foreign import ForeignState
 from trainer.checkpoint.importers.hf_trainer import read_hf
 from trainer.checkpoint.importers.recognise import Kind, recognise
-from trainer.checkpoint.importers.schedules import fitting_schedule
+from trainer.checkpoint.importers.schedules import fitting_schedule, schedule_of_torch
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.config.run import RunConfig, check_steps
 from trainer.config.train import CkptConfig
@@ -289,9 +289,9 @@ def _schedule(state: ForeignState, configured: Schedule) -> Schedule:
     peak = entries["initial_lr"]
     factor = entries["lr"] / peak if peak else 0.0
     points = [(step, lr / peak) for step, lr in state.lr_points if peak]
-    if state.schedule is None:
+    saved = schedule_of_torch(state.scheduler) if state.scheduler else None
+    if saved is None:
         return fitting_schedule(configured, step=state.step, factor=factor, points=points, horizon=state.horizon)
-    saved = state.schedule
     if saved.type == "constant":
         saved = replace(saved, total_steps=max(configured.total_steps, saved.total_steps))
     fitting_schedule(saved, step=state.step, factor=factor, points=points, horizon=None)  # damaged lr is refused

@@ -18,7 +18,6 @@ from torch import Tensor
 from trainer.checkpoint.importers.dcp import DcpDirectory
 from trainer.checkpoint.importers.foreign import ForeignGroup, ForeignState, agreed_step, check_adamw, update_count
 from trainer.checkpoint.importers.recognise import mid_cycle_reason
-from trainer.checkpoint.importers.schedules import schedule_of_torch
 from trainer.errors import CheckpointError
 from trainer.models.spec import DecoderSpec
 
@@ -99,7 +98,7 @@ def read_dcp(path: Path, spec: DecoderSpec | None, step: int | None) -> ForeignS
         groups=groups,
         moment=moment,
         updates=updates,
-        schedule=schedule_of_torch(scheduler) if scheduler else None,
+        scheduler=scheduler,
         tokens=_count(progress, "total_tokens", "ntokens_seen"),
         samples=_count(progress, "total_samples"),
     )

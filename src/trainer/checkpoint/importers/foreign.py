@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from trainer.errors import CheckpointError
-from trainer.optim.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class ForeignState:
         groups: AdamW's groups; every trainable parameter is in one.
         moment: (parameter, "exp_avg" | "exp_avg_sq") -> its tensor in the parameter's shape; None if it never had one.
         updates: parameter -> the updates that AdamW counted for it; a parameter without one never had a gradient.
-        schedule: where the files hold its whole shape; else None, and it must be the config's.
+        scheduler: the flat state of torch's scheduler (see `schedules`), {} where there is none.
         lr_points: (updates done, lr) from a log, to hold a schedule against.
         horizon: updates of the whole run, if the files say so.
         tokens, samples: counters, 0 where the files hold none.
@@ -41,7 +40,7 @@ class ForeignState:
     groups: Sequence[ForeignGroup]
     moment: Callable[[str, str], Tensor | None]
     updates: Mapping[str, int]
-    schedule: Schedule | None = None
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
     lr_points: Sequence[tuple[int, float]] = ()
     horizon: int | None = None
     tokens: int = 0

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trainer.checkpoint.importers.foreign import ForeignGroup, ForeignState, agreed_step, check_adamw, update_count
 from trainer.checkpoint.importers.hf_order import parameter_names
 from trainer.checkpoint.importers.recognise import Kind, mid_cycle_reason, read_small_json
+from trainer.checkpoint.importers.schedules import flatten_scheduler
 from trainer.checkpoint.importers.torch_files import load_file
 from trainer.errors import CheckpointError
 
@@ -45,7 +46,8 @@ def read_hf(path: Path, kind: Kind, model: nn.Module, step: int | None) -> Forei
     updates = {name: update_count(entries["step"], where) for name, entries in by_name.items()}
     log = _trainer_state(path) if kind is Kind.HF_TRAINER else {}
     counts = {"trainer_state.json: global_step": log["global_step"]} if "global_step" in log else {}
-    position = _scheduler_position(path / f"scheduler.{suffix}", kind, updates)
+    scheduler = _scheduler(path / f"scheduler.{suffix}")
+    position = _position(scheduler, kind, updates)
     counts |= {f"scheduler.{suffix}: last_epoch": position} if position is not None else {}
     return ForeignState(
         kind="Hugging Face Trainer" if kind is Kind.HF_TRAINER else "Accelerate",
@@ -56,6 +58,8 @@ def read_hf(path: Path, kind: Kind, model: nn.Module, step: int | None) -> Forei
         ],
         moment=lambda name, entry: by_name[name][entry] if name in by_name else None,
         updates=updates,
+        # Stepped once for each process, its shape would be stretched: then only the learning rates are held on to.
+        scheduler=scheduler if scheduler.get("last_epoch") == max(updates.values(), default=0) else {},
         lr_points=_logged(log),
         horizon=log.get("max_steps") or None,
         tokens=int(log.get("num_input_tokens_seen") or 0),
@@ -98,21 +102,25 @@ def _trainer_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def _scheduler_position(path: Path, kind: Kind, updates: Mapping[str, int]) -> int | None:
+def _scheduler(path: Path) -> dict[str, Any]:
+    """Returns the scheduler's state, flat; {} where there is none."""
+    if not path.exists():
+        return {}
+    state = load_file(path)
+    if not isinstance(state, dict) or type(state.get("last_epoch")) is not int:
+        raise CheckpointError(f"{path} has no last_epoch: it is no state of a torch scheduler")
+    return flatten_scheduler(state)
+
+
+def _position(scheduler: Mapping[str, Any], kind: Kind, updates: Mapping[str, int]) -> int | None:
     """Returns the updates that the scheduler has seen; None where there is no scheduler.
 
     Accelerate steps it once for each process: then it stands at a multiple of AdamW's counter.
     """
-    if not path.exists():
+    if not scheduler:
         return None
-    state = load_file(path)
-    last = state.get("last_epoch") if isinstance(state, dict) else None
-    if type(last) is not int:
-        raise CheckpointError(f"{path} has no last_epoch: it is no state of a torch scheduler")
-    steps = max(updates.values(), default=0)
-    if kind is Kind.ACCELERATE and steps and last % steps == 0:
-        return steps
-    return last
+    last, steps = scheduler["last_epoch"], max(updates.values(), default=0)
+    return steps if kind is Kind.ACCELERATE and steps and last % steps == 0 else last
 
 
 def _logged(log: Mapping[str, Any]) -> list[tuple[int, float]]:

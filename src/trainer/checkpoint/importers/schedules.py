@@ -21,18 +21,39 @@ def schedule_of_torch(state: Mapping[str, Any]) -> Schedule | None:
     state: flat names, as "_schedulers.0.total_iters". None: it is another scheduler, whose shape is not in its state.
 
     Raises:
-        CheckpointError: its entries are not what such a scheduler has.
+        CheckpointError: its entries are not what such a scheduler has, or its shape is none of ours.
     """
     try:
-        return _schedule_of(state)
+        parts = _parts(state)
+        schedule = None if parts is None else _schedule_of(state, parts)
     except (TypeError, ValueError, KeyError, IndexError, ArithmeticError) as error:
         raise CheckpointError(f"the saved learning-rate scheduler cannot be read: {error!r}") from error
+    if parts is not None and schedule is None:
+        shapes = ", then ".join(_shape(part) for part in parts)
+        raise CheckpointError(
+            f"the state's learning rate goes on as {shapes}, which is no schedule of this trainer; let the config's apply "
+            "from here on with --schedule config"
+        )
+    return schedule
 
 
-def _schedule_of(state: Mapping[str, Any]) -> Schedule | None:
-    parts = _parts(state)
-    if parts is None:
-        return None
+def flatten_scheduler(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a scheduler's state_dict with the states of the schedulers inside it under "_schedulers.0.T_max"."""
+    inner = state.get("_schedulers")
+    flat = {name: value for name, value in state.items() if name != "_schedulers"}
+    for number, part in enumerate(inner if isinstance(inner, list) else ()):
+        flat |= (
+            {f"_schedulers.{number}.{name}": value for name, value in part.items()} if isinstance(part, dict) else {}
+        )
+    return flat
+
+
+def _shape(part: Mapping[str, Any]) -> str:
+    names = ("T_max", "eta_min", "start_factor", "end_factor", "factor", "total_iters")
+    return f"({', '.join(f'{name} {part[name]}' for name in names if name in part)})"
+
+
+def _schedule_of(state: Mapping[str, Any], parts: list[dict[str, Any]]) -> Schedule | None:
     milestones = state.get("_milestones", [])
     warmup, start = 0, 0.0
     if _is_ramp(parts[0]):
