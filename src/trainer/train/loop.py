@@ -31,11 +31,13 @@ def fit(run: Run) -> None:
                 row |= validate(run)
             run.metrics.log(row)
             run.log_samples(batch)
+            run.checkpoints.poll()  # where a save beside the training has failed, the run ends here
             if run.checkpoints.due(progress.step, run.max_steps):
                 run.save()
             collect(progress.step)
     if config.ckpt.at_end:
         run.save()  # does nothing if this step was just saved, or is the one resumed from
+    run.checkpoints.wait()
 
 
 def take_step(run: Run, batch: GlobalBatch) -> dict[str, float]:
@@ -89,6 +91,7 @@ def speed(run: Run, batch: GlobalBatch, seconds: float) -> dict[str, float]:
 def validate(run: Run) -> dict[str, float]:
     """Returns the held-out loss as the entries of a metrics row."""
     loss, tokens = evaluate(run.model, run.loss_function, run.validation, device=run.device)
+    run.validated = (run.progress.step, loss)
     return {"val_loss": loss, "val_tokens": tokens}
 
 

@@ -7,6 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.retention import BEST_METRIC
 from trainer.config.run import RunConfig
 from trainer.core.distributed import World, gather_objects
 from trainer.data.batch import GlobalBatch, global_row_ids
@@ -26,6 +27,7 @@ class Run:
         last_step: where this process stops: max_steps or stop_step.
         resumed_from: the step a checkpoint was loaded at, or None for a fresh start.
         validation: this rank's held-out batches, always the same.
+        validated: the step of the last validation by this process, and its loss.
     """
 
     config: RunConfig
@@ -44,6 +46,7 @@ class Run:
     max_steps: int
     last_step: int
     resumed_from: int | None
+    validated: tuple[int, float] | None = None
 
     def log_samples(self, batch: GlobalBatch) -> None:
         """Writes the ids that the ranks really trained on, gathered from all of them, in the order of the global batch."""
@@ -54,6 +57,9 @@ class Run:
         self.metrics.log_samples(self.progress.step, batch.epoch, rows)
 
     def save(self) -> None:
-        """Commits a checkpoint of the current step."""
+        """Commits a checkpoint of the current step, or with `ckpt.async` begins to."""
         self.metrics.sync()  # rows first: after a power cut a checkpoint must not be ahead of metrics.jsonl
-        self.checkpoints.save(self.progress.step)
+        step, measured = self.progress.step, {}
+        if self.validated is not None and self.validated[0] == step:
+            measured = {BEST_METRIC: self.validated[1]}
+        self.checkpoints.save(step, metrics=measured)

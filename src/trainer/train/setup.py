@@ -20,7 +20,7 @@ from trainer.data.batch import GlobalBatch
 from trainer.data.build import TrainData, build_data
 from trainer.data.loader import BatchLoader
 from trainer.data.validation import validation_batches
-from trainer.errors import DataError
+from trainer.errors import CorruptCheckpoint, DataError
 from trainer.models.build import build_model
 from trainer.models.hf import export_hf
 from trainer.models.roles import parameter_roles
@@ -51,8 +51,8 @@ def start(loaded: Loaded[C], loss_function: LossFunction) -> Iterator[Run]:
     with distributed.process_group(device, config.runtime.timeout_seconds):
         run_dir = on_main(rundir.prepare, config)
         setup_logging(config.log.level, run_dir / "logs", world.rank)
-        run = _build(loaded, loss_function, world, device, run_dir)
-        with run.metrics:
+        run = _build_from_sound(loaded, loss_function, world, device, run_dir)
+        with run.metrics, run.checkpoints:
             try:
                 yield run
             finally:
@@ -69,11 +69,32 @@ def finish(run: Run) -> None:
         logger.info(f"weights exported to {out_dir}")
 
 
-def _build(loaded: Loaded[C], loss_function: LossFunction, world: World, device: torch.device, run_dir: Path) -> Run:
+def _build_from_sound(
+    loaded: Loaded[C], loss_function: LossFunction, world: World, device: torch.device, run_dir: Path
+) -> Run:
+    """Builds the run. A checkpoint is checked while it is read: where it is damaged, all is built anew on another one."""
+    damaged: dict[Path, str] = {}
+    while True:
+        known = len(damaged)
+        try:
+            return _build(loaded, loss_function, world, device, run_dir, damaged)
+        except CorruptCheckpoint:
+            if len(damaged) == known:  # nothing new: it was asked for by name
+                raise
+
+
+def _build(
+    loaded: Loaded[C],
+    loss_function: LossFunction,
+    world: World,
+    device: torch.device,
+    run_dir: Path,
+    damaged: dict[Path, str],
+) -> Run:
     config = loaded.config
     state = AppState()  # the owners join below; a checkpoint is chosen before anything expensive is built
     checkpoints = CheckpointManager(run_dir, config.ckpt, state, describe=lambda: _describe(config, loader))
-    checkpoint = checkpoints.choose(config.resume) if config.resume is not None else None
+    checkpoint = checkpoints.choose(config.resume, damaged) if config.resume is not None else None
     plan = resume.plan(config, checkpoint.manifest.run["config"]) if checkpoint is not None else ResumePlan()
     config = resume.effective(config, plan)
     run_id = on_main(rundir.write_identity, config, resume.origins(loaded.origins, plan), run_dir)
@@ -109,7 +130,11 @@ def _build(loaded: Loaded[C], loss_function: LossFunction, world: World, device:
         "data": loader,
     }
     if checkpoint is not None:
-        checkpoints.load(checkpoint)
+        try:
+            checkpoints.load(checkpoint)
+        except CorruptCheckpoint as error:
+            damaged[checkpoint.path] = str(error)
+            raise
         if "lr" not in plan.keep_group_entries and not plan.override_scheduler:
             schedule.check_lr(progress.step)
     else:
