@@ -84,15 +84,18 @@ def _context():
     """Starts the server. It takes sys.path from its environment alone, and passes over an import that fails."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([f"{__name__}_imports"])
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [before])])
+    before = dict(os.environ)
+    os.environ |= {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [before.get("PYTHONPATH")])]),
+        "OMP_NUM_THREADS": "1",  # a pool of threads would not survive a fork
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     try:
         forkserver.ensure_running()
     finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+        os.environ.clear()
+        os.environ.update(before)
     return context
 
 

@@ -8,20 +8,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-DEBUG_RUN = ["@", str(ROOT / "configs/debug/sft.toml"), "--max-steps", "2", "--log.level", "error"]
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # a pool of threads would not survive a fork
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
-import torch.distributed.tensor
-
 import trainer.config.load
 import trainer.config.run
 import trainer.sft.train  # noqa: F401
+
+ROOT = Path(__file__).resolve().parents[1]
+DEBUG_RUN = ["@", str(ROOT / "configs/debug/sft.toml"), "--max-steps", "2", "--log.level", "error"]
 
 
 def modules_of_a_run() -> list[str]:
