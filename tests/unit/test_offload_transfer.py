@@ -171,11 +171,9 @@ def test_empty_tensors_pass():
 # --- gradients on their way -----------------------------------------------------------------------------------------
 
 
-def leaving(seed: int) -> tuple[nn.Parameter, nn.Parameter, HostGradients]:
+def leaving(lanes: Lanes) -> tuple[nn.Parameter, nn.Parameter, HostGradients]:
     parameter, master = nn.Parameter(torch.zeros(6, 6)), nn.Parameter(torch.zeros(6, 6))
-    gradients = HostGradients(
-        HostArena(CPU, block_bytes=4096), CPU, copies=True, slot_bytes=40, lanes=SimulatedDevice(seed)
-    )
+    gradients = HostGradients(HostArena(CPU, block_bytes=4096), CPU, copies=True, slot_bytes=40, lanes=lanes)
     gradients.watch(parameter, master)
     return parameter, master, gradients
 
@@ -184,7 +182,7 @@ def test_gradients_of_any_layout_are_added_in_order():
     """One that cannot be sent in pieces must not overtake, or be overwritten by, one that is still on its way."""
     weights = torch.arange(36.0).view(6, 6)
     for seed in range(20):
-        parameter, master, gradients = leaving(seed)
+        parameter, master, gradients = leaving(SimulatedDevice(seed))
         (parameter * weights).sum().backward()
         parameter.grad = torch.full((6, 12), 100.0)[:, ::2]
         gradients._leave(parameter)
@@ -196,13 +194,50 @@ def test_gradients_of_any_layout_are_added_in_order():
 
 def test_a_first_gradient_is_taken_as_it_is():
     """0 + -0.0 would be 0.0, and what the last step left in the sum must be gone."""
-    parameter, master, gradients = leaving(0)
+    parameter, master, gradients = leaving(SimulatedDevice(0))
     for value in (3.0, -0.0):
         master.grad = None
         (parameter * value).sum().backward()
         gradients.finish()
         assert master.grad is not None and (master.grad == value).all()
     assert torch.signbit(master.grad).all()  # type: ignore[arg-type]
+
+
+def test_a_gradient_leaves_when_it_has_been_computed():
+    for seed in range(20):
+        lanes = SimulatedDevice(seed, queued_computation=True)
+        parameter, master, gradients = leaving(lanes)
+        parameter.grad = gradient = torch.zeros(6, 6)
+        lanes.compute.run(lambda gradient=gradient: gradient.fill_(7.0))  # still queued when the hook runs
+        gradients._leave(parameter)
+        gradients.finish()
+        assert master.grad is not None and (master.grad == 7).all(), seed
+
+
+def weights_seen(seed: int, staged: bool) -> list[float]:
+    """What a computation reads before and after three refreshes, whose copies are queued as it is."""
+    lanes, seen = SimulatedDevice(seed, queued_computation=True), []
+    weight = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    masters = HostMasters([("w", weight)], HostArena(CPU, block_bytes=4096), copies=True, lanes=lanes)
+    for value in (2.0, 3.0, 4.0):
+        lanes.compute.run(lambda: seen.append(weight[0].item()))
+        with torch.no_grad():
+            masters.synchronize()
+            masters.masters["w"].fill_(value)
+        if staged:
+            places = masters.stage(["w"])
+            places["w"].fill_(value)
+            masters.send(places)
+        else:
+            masters.refresh(["w"])
+    lanes.compute.run(lambda: seen.append(weight[0].item()))
+    lanes.compute.mark().synchronize()
+    return seen
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_new_weights_arrive_after_the_old_ones_were_read_and_before_the_next_use(staged):
+    assert [weights_seen(seed, staged) for seed in range(30)] == [[1.0, 2.0, 3.0, 4.0]] * 30
 
 
 # --- whole steps in any order ---------------------------------------------------------------------------------------

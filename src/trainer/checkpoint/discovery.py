@@ -143,7 +143,7 @@ def inspect_step(path: Path, step: int | None = None) -> Candidate:
     except CheckpointError as error:
         return Candidate(path, step, Status.FOREIGN, str(error))
     if step is not None and manifest.step != step:
-        reason = f"its manifest is of step {manifest.step}: the directory was renamed or its manifest exchanged"
+        reason = f"its {MANIFEST} is of step {manifest.step}: the directory was renamed or its manifest exchanged"
         return Candidate(path, step, Status.CORRUPT, reason, manifest)
     try:
         check_sizes(path, manifest)

@@ -15,7 +15,7 @@ trainer: SFT training for language models, with exact resumes
                                              the same on several devices
   trainer config @ run.toml                  print the resolved config and where each value comes from
   trainer config --schema                    print the JSON schema of a config
-  trainer check resume @ run.toml            kill and resume your own config, and compare it with a run that never stopped
+  trainer check resume @ run.toml            kill your own run, resume it, compare it with one that never stopped
   trainer ckpt ls|show|diff|verify ...       look at checkpoints
   trainer ckpt prune|export|repair|import ...
                                              thin them out, hand them on, mend them, bring in other trainers'
