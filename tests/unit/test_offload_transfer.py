@@ -240,10 +240,32 @@ def test_new_weights_arrive_after_the_old_ones_were_read_and_before_the_next_use
     assert [weights_seen(seed, staged) for seed in range(30)] == [[1.0, 2.0, 3.0, 4.0]] * 30
 
 
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_slot_is_not_written_before_it_was_sent(staged):
+    """More weights than slots, one after the other; nobody waits in between."""
+    for seed in range(30):
+        lanes = SimulatedDevice(seed, queued_computation=True)
+        weights = {f"w{index}": nn.Parameter(torch.zeros(8, dtype=torch.bfloat16)) for index in range(5)}
+        masters = HostMasters(
+            weights.items(), HostArena(CPU, block_bytes=4096), copies=True, slot_bytes=16, lanes=lanes
+        )
+        for index, name in enumerate(weights):
+            with torch.no_grad():
+                masters.masters[name].fill_(index + 1)
+            if staged:
+                places = masters.stage([name])
+                places[name].fill_(index + 1)
+                masters.send(places)
+            else:
+                masters.refresh([name])
+        masters.synchronize()
+        assert [weight[0].item() for weight in weights.values()] == [1, 2, 3, 4, 5], seed
+
+
 # --- whole steps in any order ---------------------------------------------------------------------------------------
 
 
-def simulated(mode: str, dtype: torch.dtype, lanes: Lanes) -> Run:
+def simulated(mode: str, dtype: torch.dtype, lanes: Lanes, slot_bytes: int = 64) -> Run:
     run = Run("none", accumulate=2, max_norm=0.5)
     run.model.compute_dtype = dtype
     if mode == "optimizer":
@@ -251,7 +273,7 @@ def simulated(mode: str, dtype: torch.dtype, lanes: Lanes) -> Run:
         return run
     arena = HostArena(CPU, block_bytes=4096)
     masters = HostMasters(
-        run.model.named_parameters(), arena, copies=True, compute_dtype=dtype, slot_bytes=64, lanes=lanes
+        run.model.named_parameters(), arena, copies=True, compute_dtype=dtype, slot_bytes=slot_bytes, lanes=lanes
     )
     masters.cast_model(run.model)
     run.optimizer = FullCPUOffloadOptimizer(
@@ -268,15 +290,16 @@ def results(run: Run) -> dict[str, list]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["optimizer", "full"])
-def test_steps_are_right_whatever_the_copies_do(mode):
+@pytest.mark.parametrize(("mode", "slot_bytes"), [("optimizer", 0), ("full", 64), ("full", 512)])
+def test_steps_are_right_whatever_the_copies_do(mode, slot_bytes):
+    """Slots of 64 bytes take a weight in pieces, slots of 512 a chunk at a time."""
     dtype = torch.bfloat16 if mode == "full" else torch.float32
     reference = Run("none", dtype=dtype, accumulate=2, max_norm=0.5)
     norms = reference.train(3)
     wanted = results(reference)
     weights = {name: parameter.to(dtype).tolist() for name, parameter in reference.model.named_parameters()}
     for seed in range(8):
-        run = simulated(mode, dtype, SimulatedDevice(seed))
+        run = simulated(mode, dtype, SimulatedDevice(seed), slot_bytes)
         assert run.train(3) == norms, seed
         assert results(run) == wanted, seed
         for name, parameter in run.model.named_parameters():

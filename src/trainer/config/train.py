@@ -1,6 +1,6 @@
 """How it is trained: optimizer, schedule, checkpoints, logging."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, create_model
 
@@ -65,10 +65,10 @@ class SchedulerConfig(Section):
 
 
 # `async` is a word of the language: it can be a key of a table, but not be written as the name of a field.
-_Async = create_model(
+_Async: Any = create_model(  # pyright: ignore[reportCallIssue]
     "_Async",
     __base__=Section,
-    **{
+    **{  # pyright: ignore[reportArgumentType]
         "async": (
             bool,
             Field(
