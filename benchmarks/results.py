@@ -63,6 +63,7 @@ class Result:
             "git_revision": git_revision(),
             "machine": machine(),
             "load_average": {"before": round(load_before, 2), "after": round(os.getloadavg()[0], 2)},
+            "niceness": os.nice(0),
             "settings": self.settings,
             "targets": [asdict(target) | {"met": target.met} for target in self.targets],
             "cases": self.cases,

@@ -23,16 +23,26 @@ MODES = ("none", "optimizer", "full")
 SIZE = 6
 
 
+class Linear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return F.linear(input, self.weight.to(input.dtype), bias)
+
+
 class Net(nn.Module):
-    """Weights cast where they are used, as in the decoder. `spare` never has a gradient; `frozen` is not trained."""
+    """Weights cast where they are used, as in the decoder.
+
+    `spare` never has a gradient; `frozen` is not trained; `gain` has one element, so most ranks have none of it.
+    """
 
     def __init__(self, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.compute_dtype = dtype
-        self.first = nn.Linear(SIZE, 10)
-        self.second = nn.Linear(10, 10)
-        self.last = nn.Linear(10, 3, bias=False)
+        self.first = Linear(SIZE, 10)
+        self.second = Linear(10, 10)
+        self.last = Linear(10, 3, bias=False)
         self.spare = nn.Parameter(torch.randn(4))
+        self.gain = nn.Parameter(torch.ones(1))
         self.frozen = nn.Parameter(torch.randn(10), requires_grad=False)
         self.register_buffer("seen", torch.zeros(3))
 
@@ -40,8 +50,8 @@ class Net(nn.Module):
         dtype = self.compute_dtype
         x = x.to(dtype)
         for layer in (self.first, self.second):
-            x = torch.tanh(F.linear(x, layer.weight.to(dtype), layer.bias.to(dtype))) * self.frozen.to(dtype)
-        return F.linear(x, self.last.weight.to(dtype)).float()
+            x = torch.tanh(layer(x)) * self.frozen.to(dtype)
+        return (self.last(x) * self.gain.to(dtype)).float()
 
 
 class GroupStep(Optimizer):
@@ -71,16 +81,24 @@ class GroupStep(Optimizer):
                 parameter.add_(state["sum"], alpha=-group["lr"] / (1 - 0.9 ** group["step"]))
 
 
+def built(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
+    return build_optimizer(config, [group | {"lr": config.lr, "initial_lr": config.lr} for group in groups])
+
+
 def adamw(groups: list[dict[str, Any]]) -> Optimizer:
-    return build_optimizer(OptimConfig(type="adamw", lr=0.01), groups)
+    return built(OptimConfig(type="adamw", lr=0.01), groups)
 
 
 def sgd(groups: list[dict[str, Any]]) -> Optimizer:
-    return build_optimizer(OptimConfig(type="sgd", lr=0.05), groups)
+    return built(OptimConfig(type="sgd", lr=0.05), groups)
 
 
 def momentum(groups: list[dict[str, Any]]) -> Optimizer:
-    return build_optimizer(OptimConfig(type="sgd", lr=0.05, momentum=0.9), groups)
+    return built(OptimConfig(type="sgd", lr=0.05, momentum=0.9), groups)
+
+
+def sign_sgd(groups: list[dict[str, Any]]) -> Optimizer:
+    return built(OptimConfig(type="sign_sgd", lr=0.01, momentum=0.9), groups)
 
 
 def group_step(groups: list[dict[str, Any]], lazy: bool = False) -> Optimizer:
@@ -90,10 +108,23 @@ def group_step(groups: list[dict[str, Any]], lazy: bool = False) -> Optimizer:
     return optimizer
 
 
+def muon(groups: list[dict[str, Any]]) -> Optimizer:
+    """Muon for the matrices, its AdamW half for the rest."""
+    from trainer.optim.muon import Muon
+
+    split = [{**group, "algorithm": "muon" if group["name"] == "decay" else "adamw"} for group in groups]
+    optimizer = Muon(split, lr=0.02, weight_decay=0.1)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
+
+
 FACTORIES: dict[str, Callable[[list[dict[str, Any]]], Optimizer]] = {
     "adamw": adamw,
     "sgd": sgd,
     "momentum": momentum,
+    "sign_sgd": sign_sgd,
+    "muon": muon,
     "group_step": group_step,
     "lazy": partial(group_step, lazy=True),
 }

@@ -31,6 +31,8 @@ class Status(StrEnum):
     """Whole, and a run can go on from it."""
     NOT_RESUMABLE = "not resumable"
     """Whole, but its writer marked it as no place to go on from."""
+    MID_CYCLE = "mid-cycle"
+    """Whole, but taken between two updates without the gradients so far."""
     INCOMPLETE = "incomplete"
     """Never committed, or on its way out."""
     CORRUPT = "corrupt"
@@ -39,6 +41,10 @@ class Status(StrEnum):
     """Set aside when the run went back to an older step."""
     FOREIGN = "foreign"
     """Not written by this trainer, or by a newer version of it."""
+
+
+WHOLE = frozenset({Status.COMMITTED, Status.NOT_RESUMABLE, Status.MID_CYCLE})
+"""Statuses of what was committed and is as it was."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ def discover(checkpoints: Path, *, superseded: bool = False) -> list[Candidate]:
     names = {entry.name for entry in entries}
     found = [_inspect(entry, names) for entry in entries if entry.name != SUPERSEDED]
     for candidate in (_inspect(entry, set()) for entry in aside):
-        if candidate.status in (Status.COMMITTED, Status.NOT_RESUMABLE):
+        if candidate.status in WHOLE:
             reason = "the run was resumed from an older step"
             candidate = Candidate(candidate.path, candidate.step, Status.SUPERSEDED, reason, candidate.manifest)
         found.append(candidate)
@@ -145,6 +151,12 @@ def inspect_step(path: Path, step: int | None = None) -> Candidate:
         return Candidate(path, manifest.step, Status.CORRUPT, str(error), manifest)
     if not manifest.resumable:
         return Candidate(path, manifest.step, Status.NOT_RESUMABLE, manifest.reason, manifest)
+    if manifest.micro_step and not manifest.pending:
+        reason = (
+            f"taken after micro-step {manifest.micro_step} of a cycle, without the gradients so far: going on from it "
+            "would lose these micro-batches or train on them twice"
+        )
+        return Candidate(path, manifest.step, Status.MID_CYCLE, reason, manifest)
     return Candidate(path, manifest.step, Status.COMMITTED, "", manifest)
 
 

@@ -30,6 +30,8 @@ class Manifest:
     """Every other file of the directory: plain name -> size and xxh3-64."""
     micro_step: int = 0
     """Micro-steps done of the accumulation cycle; 0 = at a boundary."""
+    pending: Mapping[str, Any] | None = None
+    """What is beside the state of the boundary: a cycle's gradients, or a row of metrics. None = nothing (JSON)."""
     resumable: bool = True
     reason: str = ""
     """Why not, where it is not resumable."""
@@ -106,7 +108,7 @@ def _checked(manifest: Manifest) -> Manifest:
         if type(value) is not int or value < 0:
             raise TypeError(f"{name} is {value!r}, no count")
     tables = {"run": manifest.run, "versions": manifest.versions, "dtypes": manifest.dtypes}
-    for name, value in {**tables, "parent": manifest.parent or {}}.items():
+    for name, value in {**tables, "parent": manifest.parent or {}, "pending": manifest.pending or {}}.items():
         if not isinstance(value, dict):
             raise TypeError(f"{name} is {value!r}, no table")
     texts = {"reason": manifest.reason, "created": manifest.created}

@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 
 DIFFERENT, FAILED = 1, 2  # exit codes besides 0
 
-_STYLES = {"committed": "green", "not resumable": "yellow", "superseded": "dim", "corrupt": "red"}
+_STYLES = {
+    "committed": "green",
+    "not resumable": "yellow",
+    "mid-cycle": "yellow",
+    "superseded": "dim",
+    "corrupt": "red",
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -148,6 +154,8 @@ def _show(arguments: argparse.Namespace) -> int:
     )
     print(f"created {manifest.created} by trainer {versions.get('trainer')}, torch {versions.get('torch')}")
     print("resumable" if manifest.resumable else f"not resumable: {manifest.reason}")
+    if manifest.micro_step:
+        print(f"in the middle of step {manifest.step + 1}: {manifest.micro_step} micro-steps done")
     if manifest.parent:
         print(f"forked from step {manifest.parent.get('step')} of {manifest.parent.get('path')}")
     limit = None if arguments.all else 12

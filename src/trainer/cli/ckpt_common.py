@@ -18,16 +18,16 @@ def pick(path: str) -> "Checkpoint":
     Raises:
         CheckpointError: there is none, or it is not whole.
     """
-    from trainer.checkpoint.discovery import Status, discover, inspect_step, locate, newest_first
+    from trainer.checkpoint.discovery import WHOLE, discover, inspect_step, locate, newest_first
 
     directory, is_run = locate(path)
     if not is_run:
         candidate = inspect_step(directory)
-        if candidate.status not in (Status.COMMITTED, Status.NOT_RESUMABLE):
+        if candidate.status not in WHOLE:
             raise CheckpointError(f"{path} is {candidate.status}: {candidate.reason}")
         return candidate.checkpoint()
     for candidate in newest_first(discover(directory)):
-        if candidate.status in (Status.COMMITTED, Status.NOT_RESUMABLE):
+        if candidate.status in WHOLE:
             return candidate.checkpoint()
     raise CheckpointError(f"{directory} has no whole checkpoint; `trainer ckpt ls {path}` shows what is there")
 

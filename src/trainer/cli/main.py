@@ -33,7 +33,7 @@ RANK_GRACE_SECONDS = 3.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand and return the exit code: 0, a TrainerError's ``exit_code``, 130 after Ctrl-C."""
+    """Run one subcommand and return the exit code: 0, a TrainerError's ``exit_code``, 143 after SIGTERM, 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         return _dispatch(argv)
@@ -103,7 +103,7 @@ def _sft(argv: list[str]) -> int:
 
     from trainer.sft.train import run
 
-    return run(loaded) or 0
+    return run(loaded, owns_process=True)
 
 
 def _print_error(error: TrainerError) -> None:

@@ -26,6 +26,9 @@ class Schedule:
         decay_steps: length of the linear decay at the end of the horizon; its last step, update `total_steps`, runs
             at `min_factor`, so the fall is spread over decay_steps - 1 equal parts. None: all that follows the warmup.
         min_factor: min_lr / lr.
+        decay_shape: of "linear"'s decay: the factor falls with the decayed fraction x, or with its root:
+            1 - (1 - min_factor) sqrt(x), the cooldown of Hägele et al., https://arxiv.org/abs/2405.18392.
+        start_step: updates of the run before the schedule begins; all lengths count from there.
     """
 
     type: Literal["constant", "linear", "cosine"]
@@ -33,9 +36,12 @@ class Schedule:
     warmup_steps: int = 0
     decay_steps: int | None = None
     min_factor: float = 0.0
+    decay_shape: Literal["linear", "sqrt"] = "linear"
+    start_step: int = 0
 
     def factor(self, step: int) -> float:
         """Returns lr / initial_lr after `step` updates."""
+        step = max(0, step - self.start_step)
         if step < self.warmup_steps:
             start = max(self.min_factor, SMALLEST_START_FACTOR)
             return start + (1.0 - start) * step / self.warmup_steps
@@ -52,6 +58,8 @@ class Schedule:
         if decay == 0 or into <= 0:
             return 1.0
         fraction = min(1.0, into / max(1, decay - 1))
+        if self.decay_shape == "sqrt":
+            fraction = math.sqrt(fraction)
         return 1.0 + (self.min_factor - 1.0) * fraction
 
     def _cosine(self, step: int) -> float:
@@ -83,6 +91,7 @@ class ScheduleState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.overridden:
             return
+        state = {"start_step": 0, **state}  # older checkpoints do not have it
         if set(state) != set(asdict(self.schedule)):
             raise CheckpointMismatch(
                 f"the checkpoint's schedule has the entries {sorted(state)}, this version knows "
@@ -92,6 +101,7 @@ class ScheduleState:
 
     def verify(self, saved: dict[str, Any]) -> list[str]:
         """Returns what differs from the loaded state; nothing does when the config's schedule was asked for."""
+        saved = {"start_step": 0, **saved}
         return [] if self.overridden else [key for key, value in self.state_dict().items() if value != saved[key]]
 
     def check_lr(self, step: int) -> None:

@@ -35,8 +35,8 @@ from trainer.models.roles import parameter_roles
 from trainer.models.spec import DecoderSpec, decoder_spec, read_config
 from trainer.models.state import ModelState
 from trainer.models.tokenizer import load_tokenizer
-from trainer.optim.build import build_optimizer, build_schedule
-from trainer.optim.groups import DECAYED, decay_groups
+from trainer.optim.build import build_groups, build_optimizer, build_schedule
+from trainer.optim.groups import DECAYED
 from trainer.optim.schedule import Schedule, ScheduleState
 from trainer.optim.state import OptimizerState
 from trainer.train.progress import Progress
@@ -147,12 +147,7 @@ def _write(state: ForeignState, out: Path, config: RunConfig, schedule_of_config
     vocab_size = len(tokenizer) if tokenizer is not None else 0
     model = _model(state, config, device, vocab_size)
     config = _with_groups(config, state, model)
-    groups = decay_groups(
-        model.named_parameters(),
-        parameter_roles(model),
-        weight_decay=config.optim.weight_decay,
-        decay=config.optim.decay,
-    )
+    groups = build_groups(config.optim, model.named_parameters(), parameter_roles(model))
     optimizer = build_optimizer(config.optim, groups)
     _fill_optimizer(optimizer, state, model)
 

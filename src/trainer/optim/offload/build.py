@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.core.distributed import raise_together
+from trainer.optim.offload import full, state
 from trainer.optim.offload.base import OffloadOptimizer
 from trainer.optim.offload.full import FullCPUOffloadOptimizer, OptimizerFactory
 from trainer.optim.offload.hosting import StateOnHost
 from trainer.optim.offload.masters import HostMasters
-from trainer.optim.offload.state import CHUNK_BYTES, CPUOffloadOptimizer, Transfer, copies, new_arena
+from trainer.optim.offload.state import CPUOffloadOptimizer, Transfer, copies, new_arena
 from trainer.optim.offload.tensors import local_part
 from trainer.optim.offload.weights import MasterWeights, Stateful
 
@@ -79,10 +80,15 @@ def build_offload(
                 named, arena, copies=copies(transfer, device), compute_dtype=compute_dtype, float32=float32
             )
             masters.cast_model(model)
-            full = FullCPUOffloadOptimizer(
-                optimizer_factory, groups, masters, arena, transfer=transfer, chunk_bytes=chunk_bytes
+            optimizer = FullCPUOffloadOptimizer(
+                optimizer_factory,
+                groups,
+                masters,
+                arena,
+                transfer=transfer,
+                chunk_bytes=chunk_bytes or full.CHUNK_BYTES,
             )
-            built = Offloaded(full, MasterWeights(full, model_state))
+            built = Offloaded(optimizer, MasterWeights(optimizer, model_state))
     except Exception as problem:
         error = problem
     raise_together(error, f"allocating host memory for model.offload = {mode!r}")  # no rank trains on alone
@@ -101,7 +107,7 @@ def _offload_optimizer(
     arena = new_arena(parameters, _device(parameters))
     with StateOnHost(parameters, arena):
         inner = optimizer_factory(groups)
-    optimizer = CPUOffloadOptimizer(inner, arena=arena, transfer=transfer, chunk_bytes=chunk_bytes or CHUNK_BYTES)
+    optimizer = CPUOffloadOptimizer(inner, arena=arena, transfer=transfer, chunk_bytes=chunk_bytes or state.CHUNK_BYTES)
     return Offloaded(optimizer, model_state)
 
 

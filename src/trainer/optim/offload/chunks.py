@@ -105,10 +105,8 @@ class ChunkedStep:
         self._before = [_entries(group) for group in optimizer.param_groups]
         self._advanced: dict[int, dict[str, Any]] = {}
 
-    def __call__(self, chunk: Chunk, replacements: Sequence[Tensor] | None = None) -> None:
+    def __call__(self, chunk: Chunk) -> None:
         """Steps the chunk.
-
-        replacements: parameters that stand in for the chunk's, in the order of `Chunk.parameters`.
 
         Raises:
             TrainingError: two chunks of a group advanced its entries differently. Such an optimizer derives them from
@@ -117,7 +115,7 @@ class ChunkedStep:
         groups = self._optimizer.param_groups
         for index in chunk.members.keys() & self._advanced.keys():
             _write(groups[index], self._before[index])
-        with _narrowed(self._optimizer, chunk, replacements):
+        with _narrowed(self._optimizer, chunk):
             self._step()
         for index in chunk.members:
             after = _entries(groups[index])
@@ -130,17 +128,14 @@ class ChunkedStep:
 
 
 @contextmanager
-def _narrowed(optimizer: Optimizer, chunk: Chunk, replacements: Sequence[Tensor] | None) -> Iterator[None]:
+def _narrowed(optimizer: Optimizer, chunk: Chunk) -> Iterator[None]:
     """Inside, the optimizer has the chunk's members only."""
     groups = optimizer.param_groups
     members = {index: {key: groups[index][key] for key in _MEMBERS if key in groups[index]} for index in chunk.members}
-    stand_ins = iter(replacements or ())
     try:
         for index, positions in chunk.members.items():
             for key, whole in members[index].items():
                 groups[index][key] = [whole[position] for position in positions]
-            if replacements is not None:
-                groups[index]["params"] = [next(stand_ins) for _ in positions]
         optimizer.param_groups = [groups[index] for index in chunk.members]
         yield
     finally:

@@ -1,7 +1,7 @@
 """Mode "full": masters, gradients and optimizer state on the host; the device has weights in the compute dtype."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +13,14 @@ from trainer.errors import TrainingError
 from trainer.optim.clip import clip_gradients
 from trainer.optim.offload.base import OffloadOptimizer, copy_weights, updated_parameters
 from trainer.optim.offload.chunks import Chunk, ChunkedStep, plain_step, plan_chunks
-from trainer.optim.offload.device_step import DeviceStep
 from trainer.optim.offload.gradients import HostGradients
 from trainer.optim.offload.hosting import HostedState, StateOnHost
 from trainer.optim.offload.masters import HostMasters
+from trainer.optim.offload.native import NativeAdamW
 from trainer.optim.offload.state import Transfer, copies
 from trainer.optim.offload.tensors import largest_part_bytes, local_part
 
-HOST_CHUNK_BYTES = 2**26
-DEVICE_CHUNK_BYTES = 2**28
+CHUNK_BYTES = 2**26
 GRADIENT_SLOT_BYTES = 2**25
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
@@ -35,8 +34,8 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
     masters' `.grad` are these sums, so clipping and skipping a step work as ever. A step goes through the masters chunk
     by chunk, and a finished chunk's weights are on their way to the device while the next one is stepped.
 
-    The update itself runs on the host, or, if `inner` has a true attribute `step_on_device` (Muon: matrix products), on
-    the device, through which masters, gradients and state are then streamed.
+    The update runs on the host. An optimizer whose update is matrix products can send these to the device by itself
+    (Muon's `compute_device`).
     """
 
     mode = "full"
@@ -49,8 +48,8 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
         arena: HostArena,
         *,
         transfer: Transfer = "auto",
-        step_on: Literal["auto", "host", "device"] = "auto",
-        chunk_bytes: int | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        native: bool = True,
         lanes: Lanes | None = None,
     ):
         """
@@ -58,7 +57,8 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
             groups: param groups over the *model's* parameters; they are not changed.
             masters: of these parameters and all others of the model, which has its compute dtype by now.
             arena: where gradients and state lie.
-            chunk_bytes: masters per chunk of a step on the host; all that is streamed, for one on the device.
+            chunk_bytes: masters that are stepped before their weights are sent.
+            native: step AdamW by the native kernel, if there is one with torch's bits.
         """
         self.masters = masters
         self._name_of = {id(p): name for name, p in masters.parameters.items()}
@@ -74,19 +74,15 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
         self._hosted = HostedState(self.inner, arena, torch.device("cpu"))
         self._hosted.adopt_new()
         lanes = lanes or Lanes()
-        largest_bytes = max((local_part(master).numel() * 4 for master in trained), default=0)
+        largest_bytes = max([2**12, *(local_part(master).numel() * 4 for master in trained)])
         self._gradients = HostGradients(
             arena, self._device, copies=self._copies, slot_bytes=min(GRADIENT_SLOT_BYTES, largest_bytes), lanes=lanes
         )
         for master in trained:
             self._gradients.watch(masters.parameters[self._name_of[id(master)]], master)
         self._chunks: list[Chunk] = []
-        on_device = getattr(self.inner, "step_on_device", False) and self._device.type != "cpu"
-        self._on_device = step_on == "device" or (step_on == "auto" and on_device)
-        self._chunk_bytes = chunk_bytes or (DEVICE_CHUNK_BYTES if self._on_device else HOST_CHUNK_BYTES)
-        self._device_step = DeviceStep(
-            self.inner, self._hosted, self._gradients.part_of, self._device, self._chunk_bytes, lanes
-        )
+        self._chunk_bytes = chunk_bytes
+        self._native = NativeAdamW.of(self.inner) if native else None
         logger.debug(f"masters, gradients and optimizer state on the host: {self.host_bytes / 2**30:.2f} GiB")
 
     @property
@@ -95,12 +91,16 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
 
     @property
     def device_bytes(self) -> int:
-        return self._device_step.device_bytes
+        return 0  # weights and the gradients of the moment are there in any mode
 
     def synchronize(self) -> None:
         self._gradients.finish()
-        self._device_step.synchronize()
         self.masters.synchronize()
+
+    def close(self) -> None:
+        """Leaves the model's gradients on the device again, for another optimizer. This one cannot be used any more."""
+        self.synchronize()
+        self._gradients.close()
 
     # --- gradients ------------------------------------------------------------------------------------------------------
 
@@ -116,6 +116,10 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
         self._scale = None
         return super().gradients()
 
+    def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        self.zero_grad()
+        self._gradients.restore({id(self.masters.masters[name]): tensor for name, tensor in gradients.items()})
+
     def clip_gradients(self, max_norm: float | None) -> Tensor:
         """Returns the global norm before clipping. The factor is applied within the step, chunk by chunk, while the
         gradients are in the cache; until then `.grad` shows them unclipped."""
@@ -130,11 +134,8 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
     def _update(self) -> None:
         self.synchronize()
         self.masters.check_unchanged()
-        if self._on_device:
-            self._device_step.run(self._scale, self._write_weights)
-        elif self._scale is None and not self._copies:
-            plain_step(self.inner)()
-            self.masters.refresh(self._names(updated_parameters(self)))
+        if self._scale is None and self.masters.all_shared:
+            plain_step(self.inner)()  # nothing is to be done per chunk
         else:
             self._step_on_host()
         self._scale = None
@@ -147,17 +148,30 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
         step = ChunkedStep(self.inner)
         for chunk in self._chunks:
             members = chunk.parameters(self.param_groups)
-            self._apply_scale(members)
-            step(chunk)
-            self.masters.refresh(self._names(members))
+            sent = self._step_natively(chunk)
+            if sent is None:
+                self._apply_scale(members)
+                step(chunk)
+            self.masters.refresh(self._names([member for member in members if id(member) not in (sent or ())]))
+
+    def _step_natively(self, chunk: Chunk) -> set[int] | None:
+        """Steps the chunk by the native kernel and returns the ids of the masters whose weights are on their way to the
+        device; None if the kernel does not take it."""
+        groups = self.param_groups
+        active = {index: [groups[index]["params"][i] for i in places] for index, places in chunk.members.items()}
+        active = {index: [m for m in masters if m.grad is not None] for index, masters in active.items()}
+        if self._native is None or not self._native.takes(active):
+            return None
+        staged = self.masters.stage(self._names([master for masters in active.values() for master in masters]))
+        places = {id(self.masters.masters[name]): values for name, values in staged.items()}
+        self._native.step(active, self._scale, places)
+        self.masters.send(staged)
+        return set(places)
 
     def _apply_scale(self, masters: list[Tensor]) -> None:
         for master in masters:
             if self._scale is not None and master.grad is not None:
                 local_part(master.grad).mul_(self._scale)
-
-    def _write_weights(self, master: Tensor, twin: Tensor) -> None:
-        self.masters.write(self._name_of[id(master)], local_part(twin))
 
     def _names(self, masters: list[Tensor]) -> list[str]:
         return [self._name_of[id(master)] for master in masters]
@@ -172,6 +186,9 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
         for master in group["params"]:
             self._gradients.watch(self.masters.parameters[self._name_of[id(master)]], master)
         self._adopt(group)
+
+    def _take_over(self) -> None:
+        self._hosted.adopt_new()
 
     def _adopt(self, group: dict[str, Any]) -> None:
         self._hosted.adopt(group["params"])

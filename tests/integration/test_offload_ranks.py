@@ -1,0 +1,186 @@
+"""Offload modes over sharded parameters: the same bits as without offload, and as one process where that is possible."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from support.offload import MODES, Run
+from support.pool import run_on_ranks
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.config.train import CkptConfig, ResumeConfig
+from trainer.optim.schedule import Schedule
+
+COPY = {"transfer": "copy", "chunk_bytes": 300}
+SCHEDULE = Schedule("linear", 20, warmup_steps=4)
+
+
+def make(mode: str, optimizer: str, *, replicate: int = 0, sharded: bool = True, **kwargs: Any) -> Run:
+    mesh = None
+    if sharded:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        size = dist.get_world_size()
+        shape = (replicate, size // replicate) if replicate else (size,)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    options = {} if mode == "none" else COPY
+    return Run(mode, optimizer, mesh=mesh, schedule=SCHEDULE, **options, **kwargs)
+
+
+def manager(run: Run, folder: Path) -> CheckpointManager:
+    return CheckpointManager(folder, CkptConfig(), run.app, describe=lambda: {"config": {}})
+
+
+def load(run: Run, folder: Path) -> Run:
+    checkpoints = manager(run, folder)
+    checkpoint = checkpoints.choose(ResumeConfig())
+    assert checkpoint is not None
+    checkpoints.load(checkpoint)
+    return run
+
+
+# --- on the ranks ---------------------------------------------------------------------------------------------------
+
+
+def equal_bits(optimizer: str, dtype: torch.dtype, accumulate: int, replicate: int) -> list[float]:
+    """Trains all modes side by side; returns the gradient norms."""
+    kwargs = {"dtype": dtype, "accumulate": accumulate, "max_norm": 0.5, "replicate": replicate}
+    runs = {mode: make(mode, optimizer, **kwargs) for mode in MODES}
+    norms = []
+    for step in range(4):
+        found = {mode: run.train(skip=step == 2) for mode, run in runs.items()}
+        assert found["optimizer"] == found["full"] == found["none"]
+        norms += found["none"]
+        bits = {mode: run.bits() for mode, run in runs.items()}
+        assert bits["optimizer"] == bits["none"], f"step {step + 1}"
+        assert bits["full"] == bits["none"], f"step {step + 1}"
+    full = runs["full"].optimizer
+    for name, parameter in runs["full"].model.named_parameters():
+        assert isinstance(parameter, DTensor) and isinstance(full.masters.masters[name], DTensor)
+        assert parameter.dtype == dtype
+        assert torch.equal(parameter.to_local(), full.masters.masters[name].to_local().to(dtype)), name
+        assert parameter.grad is None
+    plans = [
+        [dict(chunk.members) for chunk in run.optimizer._chunks] for run in runs.values() if run is not runs["none"]
+    ]
+    import torch.distributed as dist
+
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, plans)
+    assert all(each == plans for each in everyones) and len(plans[0]) > 1
+    return norms
+
+
+def save_all(folder: str) -> dict[str, dict]:
+    found = {}
+    for mode in MODES:
+        run = make(mode, "adamw", accumulate=2, max_norm=0.5)
+        run.train(3)
+        manager(run, Path(folder) / mode).save(run.step)
+        found[mode] = run.bits()
+    return found
+
+
+def continue_all(folder: str) -> None:
+    for saved, resumed in itertools.product(MODES, MODES):
+        reference = make(saved, "adamw", accumulate=2, max_norm=0.5)
+        reference.train(3)
+        run = load(make(resumed, "adamw", seed=9, accumulate=2, max_norm=0.5), Path(folder) / saved)
+        assert run.bits() == reference.bits(), (saved, resumed)
+        assert [group["lr"] for group in run.optimizer.param_groups] == [0.007500000025] * 2
+        assert run.train(2) == reference.train(2)
+        assert run.bits() == reference.bits(), (saved, resumed)
+
+
+def load_everywhere(folder: str) -> dict[str, dict]:
+    return {mode: load(make(mode, "adamw", seed=9, accumulate=2, max_norm=0.5), Path(folder)).bits() for mode in MODES}
+
+
+def load_whole_weights() -> None:
+    """A weights-only load from tensors that every rank has whole."""
+    source = Run("none", seed=3)
+    weights = {name: parameter.detach().clone() for name, parameter in source.model.named_parameters()}
+    run = make("full", "adamw", dtype=torch.bfloat16)
+    run.optimizer.load_master_weights(weights)
+    run.schedule.apply = lambda step: None  # type: ignore[method-assign]
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0
+    run.train()
+    found = run.built.weights.state_dict()
+    for name, parameter in run.model.named_parameters():
+        assert torch.equal(found[name].full_tensor(), weights[name]), name
+        assert torch.equal(parameter.full_tensor(), weights[name].bfloat16()), name
+
+
+def allocation_fails_on_one_rank() -> str:
+    import torch.distributed as dist
+
+    from trainer.core import device as devices
+    from trainer.errors import LaunchError, TrainerError
+
+    plain = devices.host_buffer
+    if dist.get_rank() == 1:
+
+        def fail(size_bytes: int, device: torch.device) -> torch.Tensor:
+            raise LaunchError("no memory here")
+
+        devices.host_buffer = fail
+    try:
+        make("optimizer", "adamw")
+    except TrainerError as error:
+        return str(error)
+    finally:
+        devices.host_buffer = plain
+    return "built"
+
+
+# --- the tests ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "muon", "group_step"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_ranks_have_the_same_bits_in_all_modes(optimizer, dtype):
+    """Shards are uneven (3 rows) and empty (1 row). Norms over host shards are reduced over the CPU's process group."""
+    norms = run_on_ranks(equal_bits, 2, optimizer, dtype, 3, 0)
+    assert norms[0] == norms[1]
+    if dtype == torch.float32:
+        reference = Run("none", optimizer, schedule=SCHEDULE, max_norm=0.5)
+        alone = [reference.train(skip=step == 2)[0] for step in range(4)]
+        assert norms[0] == pytest.approx(alone, rel=1e-6)
+
+
+def test_replicas_have_the_same_bits_in_all_modes():
+    """HSDP: two replicas of one shard each."""
+    run_on_ranks(equal_bits, 2, "adamw", torch.float32, 1, 2)
+
+
+def test_checkpoints_of_two_ranks_resume_in_every_mode(tmp_path):
+    found = run_on_ranks(save_all, 2, str(tmp_path))[0]
+    assert found["optimizer"] == found["none"] and found["full"] == found["none"]
+    run_on_ranks(continue_all, 2, str(tmp_path))
+    for saved, resumed in itertools.product(MODES, MODES):  # and in one process, where the parameters are plain
+        run = load(make(resumed, "adamw", sharded=False, seed=9, accumulate=2, max_norm=0.5), tmp_path / saved)
+        assert run.bits() == found[saved], (saved, resumed)
+
+
+@pytest.mark.parametrize("saved", MODES)
+def test_checkpoints_of_one_process_resume_on_two_ranks(tmp_path, saved):
+    run = make(saved, "adamw", sharded=False, accumulate=2, max_norm=0.5)
+    run.train(3)
+    manager(run, tmp_path).save(run.step)
+    found = run_on_ranks(load_everywhere, 2, str(tmp_path))[0]
+    assert all(found[mode] == run.bits() for mode in MODES)
+
+
+def test_whole_weights_are_cut_into_the_masters():
+    run_on_ranks(load_whole_weights, 2)
+
+
+def test_no_rank_goes_on_when_another_has_no_memory():
+    texts = run_on_ranks(allocation_fails_on_one_rank, 2)
+    assert texts[1] == "no memory here"
+    assert "allocating host memory for model.offload = 'optimizer' failed on rank 1" in texts[0]
