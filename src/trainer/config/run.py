@@ -188,11 +188,6 @@ def _optim_rules(c: RunConfig) -> Iterator[_Broken]:
         for name in _MUON_KEYS:
             if getattr(optim, name) != getattr(defaults, name):
                 yield _Broken((f"optim.{name}", "optim.type"), f'optim.{name} belongs to optim.type = "muon"')
-    if optim.type == "muon" and optim.decay != defaults.decay:
-        yield _Broken(
-            ("optim.decay", "optim.type"),
-            'Muon decays its matrices and the output head, nothing else: set optim.decay = "matrices"',
-        )
     if (optim.type == "custom") != (optim.class_path is not None):
         yield _Broken(
             ("optim.type", "optim.class_path"), 'optim.class_path and optim.type = "custom" go together: set both'

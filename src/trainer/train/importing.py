@@ -147,8 +147,9 @@ def _write(state: ForeignState, out: Path, config: RunConfig, schedule_of_config
     vocab_size = len(tokenizer) if tokenizer is not None else 0
     model = _model(state, config, device, vocab_size)
     config = _with_groups(config, state, model)
-    groups = build_groups(config.optim, model.named_parameters(), parameter_roles(model))
-    optimizer = build_optimizer(config.optim, groups)
+    optimizer = build_optimizer(
+        config.optim, build_groups(config.optim, model.named_parameters(), parameter_roles(model))
+    )
     _fill_optimizer(optimizer, state, model)
 
     data = build_data(config.data, tokenizer=tokenizer, seed=config.seed, world=world)
