@@ -57,7 +57,7 @@ class Imported:
 def import_checkpoint(
     source: Path,
     out: Path,
-    config: C,
+    config: RunConfig,
     *,
     step: int | None = None,
     fresh_optimizer: bool = False,

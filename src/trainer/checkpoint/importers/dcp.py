@@ -133,7 +133,7 @@ class DcpDirectory:
                 raise CorruptCheckpoint(f"{where}: no name")
             file = check_plain_name(_undotted(getattr(info, "relative_path", None)), where)
             start, size_bytes = getattr(info, "offset", None), getattr(info, "length", None)
-            if not _counts((start, size_bytes)):
+            if start is None or size_bytes is None or not _counts((start, size_bytes)):
                 raise CorruptCheckpoint(f"{where}: {size_bytes!r} bytes from {start!r}")
             if getattr(info, "transform_descriptors", None):
                 raise CheckpointError(f"{where}: written through {info.transform_descriptors}, which is not read")

@@ -60,6 +60,8 @@ def _load(file: Any, where: str) -> Any:
         raise CheckpointError(
             f"{where} holds more than tensors and plain values, and nothing of it was run: {refused or error}"
         ) from error
+    except RecursionError as error:
+        raise CorruptCheckpoint(f"{where} is nested too deeply") from error
     except (
         RuntimeError,
         EOFError,
@@ -73,5 +75,3 @@ def _load(file: Any, where: str) -> Any:
         raise CorruptCheckpoint(
             f"{where} cannot be read: {str(error).splitlines()[0] if str(error) else error!r}"
         ) from error
-    except RecursionError as error:
-        raise CorruptCheckpoint(f"{where} is nested too deeply") from error
