@@ -61,6 +61,20 @@ def test_decay_policy_claims_every_parameter_once():
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("decay", "kept"),
+    [("matrices", ["wte.weight", "norm.weight", "norm.bias", "hidden.bias"]), ("all", None)]
+    + [("weights", ["norm.weight", "norm.bias", "hidden.bias"])],
+)
+def test_what_decays_is_a_choice(decay, kept):
+    """ "weights" is the rule of the Hugging Face Trainer, "all" that of one group for everything."""
+    _, optimizer = make(OptimConfig(lr=0.01, weight_decay=0.1, decay=decay))
+    groups = {group["name"]: group for group in optimizer.param_groups}
+    assert groups["decay"]["weight_decay"] == 0.1
+    assert groups.get("no_decay", {"param_names": None})["param_names"] == kept
+    assert sum(len(group["params"]) for group in groups.values()) == 6
+
+
 def test_unclaimed_and_twice_claimed_parameters_are_errors():
     model = Tiny()
     named = list(model.named_parameters())

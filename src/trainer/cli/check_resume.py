@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.cli.check import Options, kept_directory
 from trainer.cli.check_process import RunFailed, TrainingProcess
-from trainer.config.run import RunConfig
+from trainer.config.run import SKIPS, RunConfig
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from trainer.train.comparison import StateComparison, Value
     from trainer.train.diagnosis import Diagnosis
 
-# A run that was asked to leave may finish its step and save first; the launcher adds its own patience.
-GRACE_SECONDS = 300.0
+LAUNCHER_SECONDS = 60.0  # what torchrun may take beyond the run's own ckpt.grace_seconds
 
 DEFAULT_STEPS = 10
 BOUNDS = {"float32": 1e-4, "bfloat16": 2e-2}
@@ -163,6 +162,11 @@ class ResumeCheck:
         flags = [*self.plan.argv, "--output-dir", str(run_dir), "--stop-step", str(self.plan.steps)]
         flags += ["--no-resume", "--no-overwrite", *(["--resume"] if resume else [])]
         flags += ["--ckpt.interval", str(interval), "--ckpt.keep-every", "none", "--ckpt.at-end"]
+        flags += [
+            "--ckpt.stop-minutes",
+            "none",
+            *(f"--no-ckpt.{name}" for name in SKIPS),
+        ]  # all of the state, to the end
         flags += ["--no-ckpt.export-weights", "--data.log-ids", "--wandb.mode", "off", "--log.progress", "off"]
         return flags
 
@@ -184,7 +188,7 @@ class ResumeCheck:
         plan = self.plan
         with self.report.phase("interrupted") as progress, self._start("resumed", plan.nproc) as process:
             last_step = process.interrupt(plan.signal, plan.at, plan.checkpoint, progress)
-            code = process.wait(progress, GRACE_SECONDS)
+            code = process.wait(progress, plan.config.ckpt.grace_seconds + LAUNCHER_SECONDS)
             if plan.signal != signal.SIGKILL and code == 0 and process.last_step() >= plan.steps:
                 raise RunFailed(
                     f"the run went on to step {plan.steps} and exited 0 although it got {signal.Signals(plan.signal).name} "

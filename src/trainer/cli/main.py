@@ -15,10 +15,10 @@ trainer: SFT training for language models, with exact resumes
                                              the same on several devices
   trainer config @ run.toml                  print the resolved config and where each value comes from
   trainer config --schema                    print the JSON schema of a config
-  trainer check resume @ run.toml            kill your own run, resume it, compare it with one that never stopped
+  trainer check resume @ run.toml            kill and resume your own config, compare with a run that never stopped
   trainer ckpt ls|show|diff|verify ...       look at checkpoints
   trainer ckpt prune|export|repair|import ...
-                                             thin them out, hand them on, mend them, bring in other trainers'
+                                             thin out, hand on and mend them, bring in those of other trainers
   trainer plot RUN...                        curves of one or more runs as PNG
 
 A config is made of files and flags: "trainer sft @ a.toml @ b.toml --optim.lr 1e-4". Later files win over earlier

@@ -25,10 +25,12 @@ def schedule_of_torch(state: Mapping[str, Any]) -> Schedule | None:
     """
     try:
         parts = _parts(state)
-        schedule = None if parts is None else _schedule_of(state, parts)
+        if parts is None:
+            return None
+        schedule = _schedule_of(state, parts)
     except (TypeError, ValueError, KeyError, IndexError, ArithmeticError) as error:
         raise CheckpointError(f"the saved learning-rate scheduler cannot be read: {error!r}") from error
-    if parts is not None and schedule is None:
+    if schedule is None:
         shapes = ", then ".join(_shape(part) for part in parts)
         raise CheckpointError(
             f"the state's learning rate goes on as {shapes}, which is no schedule of this trainer; let the config's apply "
