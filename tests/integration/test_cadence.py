@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from support.runs import DEBUG, REPO, checkpoint, differences, metrics, samples, sft
 
 FAKE = ["--data.sources=[]", "--data.val-documents=0", "--data.fake.vocab-size=384", "--data.no-pack"]

@@ -93,8 +93,7 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("mesh_shape", "dim"),
-    [((2,), 0), ((4,), 0), ((2, 2), 0), ((2,), 1), ((4,), 1), ((2, 2), 1), ((2, 1), 0), ((4, 1), 0)],
+    ("mesh_shape", "dim"), [((2,), 0), ((4,), 0), ((2, 2), 0), ((2,), 1), ((4,), 1), ((2, 2), 1), ((2, 1), 0), ((4, 1), 0)]
 )
 def test_world_size_does_not_change_the_update(mesh_shape, dim):
     """G4 and HSDP; shards of rows and of columns, uneven and empty ones."""

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+
 from support import runs
 from support.runs import DEBUG, REPO, checkpoint, differences, metrics, read, samples, sft
-
 from trainer.checkpoint.discovery import Status, discover
 
 # Many quick steps, so that a signal never finds the run at its end.

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.runs import DEBUG, REPO, checkpoint, metrics, samples, sft
 
+from support.runs import DEBUG, REPO, checkpoint, metrics, samples, sft
 from trainer.errors import CheckpointMismatch, ConfigError, LaunchError
 from trainer.optim.schedule import Schedule
 

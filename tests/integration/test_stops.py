@@ -4,9 +4,9 @@ import signal
 from pathlib import Path
 
 import pytest
+
 from support.runs import checkpoint, differences, metrics, samples, sft
 from support.stops import SHORT, stopped
-
 from trainer.checkpoint.manifest import read_manifest
 from trainer.errors import LaunchError
 

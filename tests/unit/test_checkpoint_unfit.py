@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import Run, in_killed_process, steps_of, whole
 
+from support.checkpoints import Run, in_killed_process, steps_of, whole
 from trainer.checkpoint.discovery import Status, discover
 from trainer.checkpoint.finite import first_nonfinite
 from trainer.cli.ckpt import main as ckpt

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support.offload import Run
 
+from support.offload import Run
 from trainer.optim.gradients import HoldsGradients, all_gradients, gradients, set_gradients
 
 WAYS = [
