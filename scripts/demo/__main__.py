@@ -195,6 +195,8 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="a tiny random model instead of SmolLM2 (for CI)")
     arguments = parser.parse_args()
     os.chdir(ROOT)
+    if arguments.short:  # too little work for several threads to share
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     demo = Demo(SHORT if arguments.short else FULL)
     try:
         demo.run()

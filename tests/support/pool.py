@@ -112,7 +112,7 @@ def _serve(pipe: Any, rank: int, world_size: int, port: int) -> None:
             break
         try:
             answer = (True, function(*args))
-        except BaseException:  # noqa: BLE001 - whatever it was, the caller raises it
+        except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send(answer)
     os._exit(0)  # skip the group's shutdown handshake: the other ranks may be gone already

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support.pool import run_on_ranks
 
+from support.pool import run_on_ranks
 from trainer.core import distributed
 from trainer.core.distributed import World, agree, gather_objects, on_main, raise_together, sum_over_ranks
 from trainer.core.rng import derive_seed, numpy_generator, seed_micro_step, torch_generator

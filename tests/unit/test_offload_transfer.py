@@ -11,6 +11,7 @@ from trainer.core.transfer import HostArena, Lanes
 from trainer.errors import LaunchError
 from trainer.optim.offload.base import named_parameters
 from trainer.optim.offload.full import FullCPUOffloadOptimizer
+from trainer.optim.offload.gradients import HostGradients
 from trainer.optim.offload.hosting import StateOnHost
 from trainer.optim.offload.masters import HostMasters
 from trainer.optim.offload.state import CPUOffloadOptimizer
@@ -165,6 +166,43 @@ def test_empty_tensors_pass():
     chunk_stream.run(lambda index: [twin.add_(1) for twin in chunk_stream.twins[index]])
     chunk_stream.synchronize()
     assert [t.tolist() for t in tensors] == [[], [2, 2], [], [2, 2, 2]]
+
+
+# --- gradients on their way -----------------------------------------------------------------------------------------
+
+
+def leaving(seed: int) -> tuple[nn.Parameter, nn.Parameter, HostGradients]:
+    parameter, master = nn.Parameter(torch.zeros(6, 6)), nn.Parameter(torch.zeros(6, 6))
+    gradients = HostGradients(
+        HostArena(CPU, block_bytes=4096), CPU, copies=True, slot_bytes=40, lanes=SimulatedDevice(seed)
+    )
+    gradients.watch(parameter, master)
+    return parameter, master, gradients
+
+
+def test_gradients_of_any_layout_are_added_in_order():
+    """One that cannot be sent in pieces must not overtake, or be overwritten by, one that is still on its way."""
+    weights = torch.arange(36.0).view(6, 6)
+    for seed in range(20):
+        parameter, master, gradients = leaving(seed)
+        (parameter * weights).sum().backward()
+        parameter.grad = torch.full((6, 12), 100.0)[:, ::2]
+        gradients._leave(parameter)
+        (parameter * weights).sum().backward()
+        gradients.finish()
+        assert master.grad is not None and torch.equal(master.grad, 2 * weights + 100)
+        assert parameter.grad is None
+
+
+def test_a_first_gradient_is_taken_as_it_is():
+    """0 + -0.0 would be 0.0, and what the last step left in the sum must be gone."""
+    parameter, master, gradients = leaving(0)
+    for value in (3.0, -0.0):
+        master.grad = None
+        (parameter * value).sum().backward()
+        gradients.finish()
+        assert master.grad is not None and (master.grad == value).all()
+    assert torch.signbit(master.grad).all()  # type: ignore[arg-type]
 
 
 # --- whole steps in any order ---------------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-import torch, torch.distributed as dist
+import torch
+import torch.distributed as dist
+
 from support.pool import run_on_ranks
 
 

@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from support.pool import run_on_ranks
 from torch import nn
 
+from support.pool import run_on_ranks
 from trainer.data.batch import GlobalBatch, MicroBatch
 from trainer.sft.loss import cross_entropy
 from trainer.train.progress import Progress

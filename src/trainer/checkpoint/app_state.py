@@ -5,6 +5,8 @@ An *owner* is an object with
 * ``state_dict() -> dict``: a pure read. Tensor and DTensor leaves are live references (loading writes into them);
   other leaves are what `leaves` can carry. Tensors lie in dicts, never in lists.
 * ``load_state_dict(state)``: the same shape. Its tensors are the live ones, already filled.
+* optionally ``make_room(saved)``: called before a load with {"key.key": (dtype, shape)} of what the checkpoint holds for
+  it, to make tensors that it otherwise makes later;
 * optionally ``verify_ignore``: a set of entry names that belong to this run and not to the checkpoint (such as
   "fused"), which the comparison after a load passes over at any depth;
 * optionally ``verify(saved) -> list[str]``: replaces that comparison; `saved` is what the checkpoint holds for the
@@ -25,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.layout import Layout, owner_of
 from trainer.checkpoint.leaves import compare_leaves, dump_leaves, load_leaves
-from trainer.checkpoint.storage import DTYPE_NAMES, load_tensors
+from trainer.checkpoint.storage import DTYPE_NAMES, DTYPES, load_tensors
 from trainer.checkpoint.tables import JSON_TENSOR, read_tables
 from trainer.core.distributed import gather_objects, on_main, raise_together
 from trainer.core.files import xxh3_bytes
@@ -124,6 +126,7 @@ class AppState:
         if unknown:
             raise CheckpointError(f"asked to skip {', '.join(unknown)}, but the state has {', '.join(self.owners)}")
         layout, saved = on_main(read_tables, directory)
+        _attempt("making room for the checkpoint's state", lambda: self._make_room(layout, skip))
         parts = _attempt("reading the live state", lambda: self._parts(skip))
         flat = _flatten(parts)
         _attempt(
@@ -137,6 +140,14 @@ class AppState:
 
         _attempt("loading", hand_over)
         _attempt("verifying the loaded state", lambda: self.verify(saved, parts))
+
+    def _make_room(self, layout: Layout, skip: AbstractSet[str]) -> None:
+        for name, owner in self.owners.items():
+            make_room = getattr(owner, "make_room", None)
+            if make_room is not None and name not in skip:
+                prefix = f"{name}."
+                entries = {flat: entry for flat, entry in layout.items() if flat.startswith(prefix)}
+                make_room({flat.removeprefix(prefix): (DTYPES[e.dtype], e.shape) for flat, e in entries.items()})
 
     def verify(self, saved: Mapping[str, Mapping[str, Any]], loaded: Mapping[str, OwnerState]) -> None:
         """Reads every loaded owner back and compares it with the checkpoint.

@@ -49,7 +49,7 @@ DTYPE_NAMES = {
 }  # fmt: skip
 """torch dtype -> its safetensors name, for every dtype a checkpoint can hold."""
 
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def save_tensors(directory: Path, state: Mapping[str, Tensor]) -> dict[str, FileRecord]:
@@ -213,7 +213,7 @@ class ShardReader(StorageReader):
         return Metadata(
             {
                 name: TensorStorageMetadata(
-                    properties=TensorProperties(dtype=_DTYPES[tensor.dtype]),
+                    properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
                     size=torch.Size(tensor.shape),
                     chunks=[ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks],
                 )
@@ -250,7 +250,7 @@ class ShardReader(StorageReader):
 
     def _read(self, fd: int, path: Path, chunk: Chunk, item: ReadItem, planner: LoadPlanner) -> None:
         target = planner.resolve_tensor(item).detach()
-        dtype = _DTYPES[self.layout[item.storage_index.fqn].dtype]
+        dtype = DTYPES[self.layout[item.storage_index.fqn].dtype]
         if target.dtype != dtype:
             raise CheckpointError(f"tensor {item.storage_index.fqn!r}: checkpoint {dtype}, this run {target.dtype}")
         source = _region(chunk, item, dtype, lambda view, position: read_exactly(fd, view, position, path), target)

@@ -24,6 +24,13 @@ _CHECKPOINT = (
     "optim.betas",
     "optim.eps",
     "optim.momentum",
+    "optim.adamw_lr",
+    "optim.nesterov",
+    "optim.adjust_lr",
+    "optim.ns_coefficients",
+    "optim.ns_steps",
+    "optim.class_path",
+    "optim.args",
     "scheduler",
 )
 _START = (

@@ -170,15 +170,33 @@ def _schedule_rules(c: RunConfig, max_steps: int | None) -> Iterator[_Broken]:
         )
 
 
+_MUON_KEYS = ("adamw_lr", "nesterov", "adjust_lr", "ns_coefficients", "ns_steps", "implementation")
+
+
 def _optim_rules(c: RunConfig) -> Iterator[_Broken]:
-    defaults = OptimConfig()
-    if c.optim.type == "adamw" and c.optim.momentum != defaults.momentum:
+    optim, defaults = c.optim, OptimConfig()
+    if optim.type == "adamw" and optim.momentum is not None:
         yield _Broken(
             ("optim.momentum", "optim.type"), 'optim.momentum belongs to optim.type = "sgd"; adamw has optim.betas'
         )
-    if c.optim.type == "sgd" and c.optim.betas != defaults.betas:
+    if optim.type in ("sgd", "sign_sgd") and optim.betas != defaults.betas:
         yield _Broken(
-            ("optim.betas", "optim.type"), 'optim.betas belong to optim.type = "adamw"; sgd has optim.momentum'
+            ("optim.betas", "optim.type"),
+            f'optim.betas belong to optim.type = "adamw"; {optim.type} has optim.momentum',
+        )
+    if optim.type != "muon":
+        for name in _MUON_KEYS:
+            if getattr(optim, name) != getattr(defaults, name):
+                yield _Broken((f"optim.{name}", "optim.type"), f'optim.{name} belongs to optim.type = "muon"')
+    if (optim.type == "custom") != (optim.class_path is not None):
+        yield _Broken(
+            ("optim.type", "optim.class_path"), 'optim.class_path and optim.type = "custom" go together: set both'
+        )
+    if optim.args and optim.type != "custom":
+        yield _Broken(("optim.args", "optim.type"), 'optim.args belong to optim.type = "custom"')
+    if c.scheduler.decay_shape != "linear" and c.scheduler.type != "linear":
+        yield _Broken(
+            ("scheduler.decay_shape", "scheduler.type"), 'scheduler.decay_shape belongs to scheduler.type = "linear"'
         )
 
 

@@ -12,18 +12,34 @@ Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 class OptimConfig(Section):
     """The update rule and gradient clipping."""
 
-    type: Literal["adamw", "sgd"] = "adamw"
-    """Update rule."""
+    type: Literal["adamw", "sgd", "sign_sgd", "muon", "custom"] = "adamw"
+    """Update rule. "muon": orthogonalised momentum for hidden matrices, AdamW for everything else; "custom": `class_path`."""
     lr: PositiveFloat = 1e-5
-    """Peak learning rate."""
+    """Peak learning rate; for Muon, of its matrices."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled decay for matrices; norms, biases and embeddings are never decayed."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """AdamW's decay rates of the first and second moment."""
+    """AdamW's decay rates of the first and second moment (Muon's AdamW half included)."""
     eps: PositiveFloat = 1e-8
-    """AdamW's term in the denominator."""
-    momentum: Beta = 0.0
-    """SGD's momentum."""
+    """AdamW's term in the denominator (Muon's AdamW half included)."""
+    momentum: Beta | None = None
+    """Momentum of SGD and SignSGD (unset = 0) and of Muon (unset = 0.95)."""
+    adamw_lr: PositiveFloat | None = None
+    """Muon: peak learning rate of its AdamW half; unset = `lr`, which suits adjust_lr = "rms_norm"."""
+    nesterov: bool = True
+    """Muon: look one step ahead in the momentum."""
+    adjust_lr: Literal["rms_norm", "spectral_norm", "none"] = "rms_norm"
+    """Muon: scale the update by the matrix's shape; "rms_norm" gives it the size of an AdamW update."""
+    ns_coefficients: Literal["quintic", "polar_express"] = "quintic"
+    """Muon: coefficients of the orthogonalisation."""
+    ns_steps: PositiveInt = 5
+    """Muon: iterations of the orthogonalisation; 5 bring the singular values near enough to 1."""
+    implementation: Literal["own", "dion"] = "own"
+    """Muon: ours, or microsoft/dion's where it is installed; groups and checkpoints are the same."""
+    class_path: str | None = None
+    """type = "custom": import path of a torch Optimizer, such as "torch.optim.Adafactor"; called with the groups and `lr`."""
+    args: tuple[str, ...] = ()
+    """type = "custom": more arguments as "name=value", each value JSON, such as ["momentum=0.9", "nesterov=true"]."""
     max_norm: PositiveFloat | None = 1.0
     """Clip the global gradient norm to this; unset (None / "none") = no clipping."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -39,6 +55,8 @@ class SchedulerConfig(Section):
     """Steps of linear warmup from `min_lr` (at least 1e-8 of the peak) to the peak."""
     decay_steps: NonNegativeInt | None = None
     """"linear": steps of the final decay; unset = everything after the warmup, which "cosine" always takes."""
+    decay_shape: Literal["linear", "sqrt"] = "linear"
+    """"linear": shape of the final decay; "sqrt" falls as 1 - sqrt(fraction), steeper at first (WSD with a sqrt cooldown)."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the start of the warmup and at the end of the decay."""
 
@@ -93,6 +111,8 @@ class ResumeConfig(Section):
     """Resume from exactly this step; newer checkpoints of the run move to superseded/."""
     if_exists: bool = False
     """Start fresh when there is nothing to resume from (for jobs that are simply launched again)."""
+    regroup: bool = False
+    """Let param groups have other members than in the checkpoint: each parameter brings the entries of its saved group."""
     override: tuple[str, ...] = ()
     """Config keys that win over the checkpoint's, such as ["optim.lr", "scheduler"]. See docs/config.md."""
 

@@ -124,7 +124,7 @@ def on_main(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         return function(*args, **kwargs)
     import torch.distributed as dist
 
-    outcome: tuple[Any, BaseException | None] = (None, None)
+    outcome: Any = (None, None)
     if dist.get_rank() == 0:
         try:
             outcome = (function(*args, **kwargs), None)
@@ -133,7 +133,7 @@ def on_main(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         except Exception as error:  # sent to the other ranks as text: not every exception can be pickled
             agree((None, TrainerError(f"rank 0 failed: {type(error).__name__}: {error}")))
             raise
-    result, error = agree(outcome)
+    result, error = agree(outcome)  # rank 0's result, whatever this rank has
     if error is not None:
         raise error
     return result

@@ -48,8 +48,8 @@ class Lane:
 
     def wait(self, mark: Mark | None) -> None:
         """Lets what is queued from here on start only after `mark`."""
-        if self._stream is not None and isinstance(mark, torch.Event):
-            self._stream.wait_event(mark)
+        if self._stream is not None and mark is not None and not isinstance(mark, _Passed):
+            self._stream.wait_event(mark)  # pyright: ignore[reportArgumentType]
 
 
 class Lanes:

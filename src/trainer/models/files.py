@@ -71,7 +71,10 @@ class WeightFiles:
             raise ModelError(
                 f"{self.model_dir}: {name} has dtype {part.get_dtype()}; training needs float weights (not quantized)"
             )
-        return part[rows] if part.get_shape() else self._files[name].get_tensor(name)
+        try:
+            return part[rows] if part.get_shape() else self._files[name].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{self.model_dir}: {name} cannot be read: {error}") from error
 
 
 @contextmanager

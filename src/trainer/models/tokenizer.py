@@ -8,10 +8,10 @@ from trainer.errors import ModelError
 from trainer.models.files import resolve_model_dir
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerFast
 
 
-def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
+def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerFast":
     """Returns the tokenizer of `model.tokenizer` (default: the one beside the model), with `model.chat_template`.
 
     It always has an end-of-text token: its own, or the `eos_token_id` of the model's config.json. Padding is left as it
@@ -30,6 +30,11 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
             f"{tokenizer_dir} holds no tokenizer that transformers can load: {error}; "
             "set model.tokenizer to a directory that has tokenizer.json"
         ) from error
+    if not tokenizer.is_fast:
+        raise ModelError(
+            f"{tokenizer_dir}: {type(tokenizer).__name__} is not backed by the tokenizers library, which knows where in the "
+            "text each token lies; save it once as tokenizer.json (AutoTokenizer with use_fast) and set model.tokenizer"
+        )
     if config.chat_template is not None:
         tokenizer.chat_template = _read_template(Path(config.chat_template))
     if tokenizer.eos_token_id is None:
@@ -44,7 +49,7 @@ def _read_template(path: Path) -> str:
         raise ModelError(f"model.chat_template: {path} cannot be read: {error}") from error
 
 
-def _eos_of_model(config: ModelConfig, tokenizer: "PreTrainedTokenizerBase", tokenizer_dir: Path) -> str:
+def _eos_of_model(config: ModelConfig, tokenizer: "PreTrainedTokenizerFast", tokenizer_dir: Path) -> str:
     from trainer.models.spec import read_config
 
     eos = read_config(resolve_model_dir(config.name)).get("eos_token_id")

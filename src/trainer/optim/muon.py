@@ -13,7 +13,7 @@ need no communication. `muon_reference` is the same arithmetic without any of th
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -29,8 +29,6 @@ from trainer.errors import TrainingError
 from trainer.optim.exchange import Layout, Round, assign_owners, layout_of
 from trainer.optim.muon_groups import AdjustLr, Algorithm, ComputeDtype, complete_group
 from trainer.optim.newton_schulz import Coefficients, multiplications, orthogonalize
-
-COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 _UNIT_ELEMENTS = {"cpu": 4 * 2**20}
 _ACCELERATOR_UNIT_ELEMENTS = 128 * 2**20
@@ -165,8 +163,7 @@ class Muon(Optimizer):
         first = _local(parameters[0])
         if first.numel() == 0:
             return
-        dtype = COMPUTE_DTYPES[group["compute_dtype"]]
-        batch = torch.empty((len(parameters), *first.shape), dtype=dtype, device=first.device)
+        batch = torch.empty((len(parameters), *first.shape), dtype=_compute_dtype(group), device=first.device)
         for parameter, direction in zip(parameters, batch, strict=True):
             self._advance_momentum(group, parameter, out=direction)
         for parameter, direction in zip(parameters, self._orthogonalize(group, batch), strict=True):
@@ -175,38 +172,34 @@ class Muon(Optimizer):
     def _step_sharded(self, layout: Layout, units: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
         """One update of units that lie in one way; the next unit's pieces travel while one is orthogonalised."""
         loads = [0.0] * layout.owners
-        plans = (self._plan(layout, group, parameters, loads) for group, parameters in units)
-        coming: Iterator[Round] = (self._send(plan, *unit) for plan, unit in zip(plans, units, strict=True))
-        current, previous = next(coming), None
+        rounds = {0: self._send(layout, *units[0], loads)}
         for index, (group, _) in enumerate(units):
-            following = next(coming, None)
-            current.give_back([self._orthogonalize(group, batch) for _, batch in current.whole()])
-            if previous is not None:
-                self._receive(previous, *units[index - 1])
-            previous, current = current, following  # type: ignore[assignment]
-        assert previous is not None
-        self._receive(previous, *units[-1])
+            if index + 1 < len(units):
+                rounds[index + 1] = self._send(layout, *units[index + 1], loads)
+            rounds[index].give_back([self._orthogonalize(group, batch) for _, batch in rounds[index].whole()])
+            if index > 0:
+                self._receive(rounds.pop(index - 1), *units[index - 1])
+        self._receive(rounds.pop(len(units) - 1), *units[-1])
 
-    def _plan(self, layout: Layout, group: dict[str, Any], parameters: list[Tensor], loads: list[float]) -> Round:
+    def _send(self, layout: Layout, group: dict[str, Any], parameters: list[Tensor], loads: list[float]) -> Round:
+        """Deals a unit out to the owners, of which each has `loads` already, and starts the exchange."""
         shapes = [_whole_shape(parameter, layout) for parameter in parameters]
         owners = assign_owners([_cost(group, shape) for shape in shapes], loads)
-        return Round(layout, shapes, owners, COMPUTE_DTYPES[group["compute_dtype"]], _local(parameters[0]).device)
-
-    def _send(self, plan: Round, group: dict[str, Any], parameters: list[Tensor]) -> Round:
+        exchange = Round(layout, shapes, owners, _compute_dtype(group), _local(parameters[0]).device)
         for index, parameter in enumerate(parameters):
-            self._advance_momentum(group, parameter, out=plan.piece(index))
-        plan.collect()
-        return plan
+            self._advance_momentum(group, parameter, out=exchange.piece(index))
+        exchange.collect()
+        return exchange
 
-    def _receive(self, plan: Round, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        plan.finish()
-        layout = plan.layout
+    def _receive(self, exchange: Round, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        exchange.finish()
+        layout = exchange.layout
         for index, parameter in enumerate(parameters):
             first_row = 0
             if layout.shard is not None and layout.tensor_dim == parameter.ndim - 2:
                 sizes = layout.piece_sizes(parameter.shape[-2])
                 first_row = sum(sizes[: layout.rank(layout.shard)])
-            _update(group, parameter, plan.result(index), first_row)
+            _update(group, parameter, exchange.result(index), first_row)
 
     def _advance_momentum(self, group: dict[str, Any], parameter: Tensor, *, out: Tensor) -> None:
         """Updates the momentum and writes what is to be orthogonalised to `out` (this rank's part, compute dtype)."""
@@ -350,6 +343,10 @@ def _with_gradient(parameters: list[Tensor]) -> set[Tensor]:
             present = flags.cpu()
         active.update(parameter for parameter, flag in zip(members, present.tolist(), strict=True) if flag)
     return active
+
+
+def _compute_dtype(group: dict[str, Any]) -> torch.dtype:
+    return getattr(torch, group["compute_dtype"])
 
 
 def _local(tensor: Tensor) -> Tensor:

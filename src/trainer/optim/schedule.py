@@ -25,6 +25,8 @@ class Schedule:
         decay_steps: length of the linear decay at the end of the horizon; its last step, update `total_steps`, runs
             at `min_factor`, so the fall is spread over decay_steps - 1 equal parts. None: all that follows the warmup.
         min_factor: min_lr / lr.
+        decay_shape: of "linear"'s decay: the factor falls with the decayed fraction x, or with its root:
+            1 - (1 - min_factor) sqrt(x), the cooldown of Hägele et al., https://arxiv.org/abs/2405.18392.
         start_step: updates of the run before the schedule begins; all lengths count from there.
     """
 
@@ -33,6 +35,7 @@ class Schedule:
     warmup_steps: int = 0
     decay_steps: int | None = None
     min_factor: float = 0.0
+    decay_shape: Literal["linear", "sqrt"] = "linear"
     start_step: int = 0
 
     def factor(self, step: int) -> float:
@@ -54,6 +57,8 @@ class Schedule:
         if decay == 0 or into <= 0:
             return 1.0
         fraction = min(1.0, into / max(1, decay - 1))
+        if self.decay_shape == "sqrt":
+            fraction = math.sqrt(fraction)
         return 1.0 + (self.min_factor - 1.0) * fraction
 
     def _cosine(self, step: int) -> float:

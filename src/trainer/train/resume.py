@@ -19,6 +19,11 @@ GROUP_ENTRIES = {
     "optim.betas": ("betas",),
     "optim.eps": ("eps",),
     "optim.momentum": ("momentum",),
+    "optim.adamw_lr": ("lr", "initial_lr"),
+    "optim.nesterov": ("nesterov",),
+    "optim.adjust_lr": ("adjust_lr",),
+    "optim.ns_coefficients": ("ns_coefficients",),
+    "optim.ns_steps": ("ns_steps",),
 }
 
 # What `ckpt.skip_*` leaves out: the owner that keeps its fresh state, and the config keys that describe it, for which
@@ -50,7 +55,7 @@ class ResumePlan:
     skip: frozenset[str] = frozenset()
 
 
-def plan(config: C, saved: Mapping[str, Any]) -> ResumePlan:
+def plan(config: RunConfig, saved: Mapping[str, Any]) -> ResumePlan:
     """Compares the config in a checkpoint's manifest with this run's.
 
     Raises:

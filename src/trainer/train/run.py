@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from trainer.checkpoint.app_state import Stateful
@@ -16,12 +15,16 @@ from trainer.core.distributed import World, agree, gather_objects
 from trainer.core.signals import Requests
 from trainer.data.batch import GlobalBatch, global_row_ids
 from trainer.data.loader import BatchLoader
+from trainer.models.base import CausalLM
 from trainer.optim.schedule import ScheduleState
 from trainer.train.boundary import Boundaries
 from trainer.train.metrics import MetricsLog
 from trainer.train.pending import OWNER, Fixed, Pending, cut_of, keeps_gradients
 from trainer.train.progress import Progress
 from trainer.train.step import LossFunction
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 @dataclass
@@ -31,6 +34,8 @@ class Run:
     Attributes:
         last_step: where this process stops: max_steps or stop_step.
         resumed_from: the step a checkpoint was loaded at, or None for a fresh start.
+        tokenizer: of the model; None for synthetic data.
+        weights: owner of the float32 weights, wherever they are.
         validation: this rank's held-out batches, always the same.
         pending: what the checkpoint resumed from left to be finished before the next step.
     """
@@ -39,7 +44,9 @@ class Run:
     run_dir: Path
     world: World
     device: torch.device
-    model: nn.Module
+    model: CausalLM
+    tokenizer: "PreTrainedTokenizerFast | None"
+    weights: Stateful
     optimizer: Optimizer
     schedule: ScheduleState
     loss_function: LossFunction

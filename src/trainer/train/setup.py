@@ -1,13 +1,15 @@
 """Builds a run from its config, in the order a reader would: place, data, model, optimizer, state, resume."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.optim import Optimizer
 
-from trainer.checkpoint.app_state import AppState
+from trainer.checkpoint.app_state import AppState, Stateful
 from trainer.checkpoint.discovery import Checkpoint
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.config.load import Loaded
@@ -22,13 +24,15 @@ from trainer.data.build import TrainData, build_data
 from trainer.data.loader import BatchLoader
 from trainer.data.validation import validation_batches
 from trainer.errors import DataError, LaunchError
+from trainer.models.base import CausalLM
 from trainer.models.build import build_model
 from trainer.models.hf import export_hf
 from trainer.models.roles import parameter_roles
 from trainer.models.state import ModelState
 from trainer.models.tokenizer import load_tokenizer
-from trainer.optim.build import build_optimizer, build_schedule
-from trainer.optim.groups import decay_groups
+from trainer.optim.build import build_groups, build_optimizer, build_schedule
+from trainer.optim.offload.build import build_offload
+from trainer.optim.offload.weights import MasterWeights
 from trainer.optim.schedule import ScheduleState
 from trainer.optim.state import OptimizerState
 from trainer.train import resume, rundir
@@ -73,7 +77,9 @@ def finish(run: Run) -> int:
         return run.requests.exit_code if run.requests.stopping else 0
     if run.config.ckpt.export_weights:
         out_dir = run.run_dir / "weights"
-        export_hf(run.model, Path(run.config.model.name), out_dir, tokenizer=load_tokenizer(run.config.model))
+        masters = run.weights.in_model(run.model) if isinstance(run.weights, MasterWeights) else nullcontext()
+        with masters:
+            export_hf(run.model, run.config.model.name, out_dir, tokenizer=run.tokenizer)
         logger.info(f"weights exported to {out_dir}")
     return 0
 
@@ -120,9 +126,15 @@ def _build(
     )
     max_steps = _max_steps(config, loader)
     vocab_size = len(tokenizer) if tokenizer is not None else 0
-    model = build_model(config.model, mesh=mesh, device=device, seed=config.seed, vocab_size=vocab_size)
-    groups = decay_groups(model.named_parameters(), parameter_roles(model), weight_decay=config.optim.weight_decay)
-    optimizer = build_optimizer(config.optim, groups)
+    model = build_model(
+        config.model,
+        mesh=mesh,
+        device=device,
+        seed=config.seed,
+        vocab_size=vocab_size,
+        values=checkpoint is None,
+    )
+    optimizer, weights = _optimizer(config, model)
     start_step = resume.start_of_schedule(config, plan, checkpoint.step if checkpoint else 0, max_steps)
     schedule = ScheduleState(
         build_schedule(config.scheduler, lr=config.optim.lr, total_steps=max_steps - start_step, start_step=start_step),
@@ -130,9 +142,10 @@ def _build(
         overridden=plan.override_scheduler,
     )
     progress = Progress()
+    regroups = config.resume is not None and config.resume.regroup
     state.owners |= {
-        "model": ModelState(model),
-        "optimizer": OptimizerState(optimizer, keep=plan.keep_group_entries),
+        "model": weights,
+        "optimizer": OptimizerState(optimizer, keep=plan.keep_group_entries, regroup=regroups),
         "schedule": schedule,
         "progress": progress,
         "data": loader,
@@ -157,6 +170,8 @@ def _build(
         world=world,
         device=device,
         model=model,
+        tokenizer=tokenizer,
+        weights=weights,
         optimizer=optimizer,
         schedule=schedule,
         loss_function=loss_function,
@@ -183,6 +198,21 @@ def _build(
     )
     _announce(run, plan, checkpoint)
     return run
+
+
+def _optimizer(config: RunConfig, model: CausalLM) -> tuple[Optimizer, Stateful]:
+    """Returns the optimizer in its offload mode, and the owner of the float32 weights it updates."""
+    roles = parameter_roles(model)
+    offloaded = build_offload(
+        config.model.offload,
+        partial(build_optimizer, config.optim),
+        build_groups(config.optim, model.named_parameters(), roles),
+        model,
+        ModelState(model),
+        compute_dtype=model.compute_dtype,
+        float32=[name for name, role in roles.items() if role == "embedding"],
+    )
+    return offloaded.optimizer, offloaded.weights
 
 
 def _load(
@@ -244,10 +274,8 @@ def _announce(run: Run, plan: ResumePlan, checkpoint: Checkpoint | None) -> None
     config = run.config
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     ranks = f"{run.world.size} rank{'s' if run.world.size > 1 else ''}"
-    logger.info(
-        f"{config.model.name}: {parameters / 1e6:.1f} M parameters, {config.model.dtype} on {ranks} x "
-        f"{devices.describe(run.device)}"
-    )
+    place = f"{config.model.dtype} on {ranks} x {devices.describe(run.device)}"
+    logger.info(f"{config.model.name}: {parameters / 1e6:.1f} M parameters, {place}")
     if checkpoint is None:
         source = "random weights" if config.model.random_init else f"weights of {config.model.name}"
         logger.info(f"fresh start: {source}, step 0, new optimizer, data from its beginning")

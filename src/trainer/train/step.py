@@ -13,6 +13,7 @@ from trainer.core.distributed import sum_over_ranks
 from trainer.core.rng import seed_micro_step
 from trainer.data.batch import GlobalBatch, MicroBatch
 from trainer.optim.clip import clip_gradients
+from trainer.optim.offload.base import OffloadOptimizer, updated_parameters
 
 LossFunction = Callable[[nn.Module, MicroBatch], Tensor]
 """Returns the sum of the loss over a micro-batch's supervised tokens: 0-dim, float32, differentiable."""
@@ -79,7 +80,10 @@ def train_step(
         (loss / denominator).backward()
         total += loss.detach()
     mean_loss = sum_over_ranks(total.item())[0] / denominator
-    grad_norm = clip_gradients(model.parameters(), max_norm).item()
+    if isinstance(optimizer, OffloadOptimizer):
+        grad_norm = optimizer.clip_gradients(max_norm).item()  # gradients may have left the device
+    else:
+        grad_norm = clip_gradients(updated_parameters(optimizer), max_norm).item()
     finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
     if finite:
         optimizer.step()

@@ -1,0 +1,63 @@
+"""The optimizer step under each offload mode on CPU, against torch's fused AdamW on the same parameters.
+
+On CPU the host's memory is the device's, so what is measured is what offload adds to a step that moves nothing. What the
+copies to and from a GPU cost can only be seen on one.
+"""
+
+import statistics
+
+from benchmarks.harness import Block, Ratio, interleave, our_worker, participants
+from benchmarks.options import Options
+from benchmarks.results import Result, Target
+
+SIZE = {"hidden_size": 768, "layers": 12, "vocab_size": 32_000}  # 109.5 M parameters
+SMOKE_SIZE = {"hidden_size": 64, "layers": 2, "vocab_size": 256}
+
+COMPARISONS = (
+    ("full", "flat", False, 1.05),
+    ("optimizer", "none", False, 1.10),
+    ("full", "none", True, 0.80),
+)
+"""Ours, the reference, whether both clip to a global norm, and the most that ours may take of the reference's time."""
+
+
+def run(options: Options) -> Result:
+    size = SMOKE_SIZE if options.smoke else SIZE
+    result = Result("offload", options.settings() | size | {"unit": "nanoseconds per parameter and step"})
+    for ours, reference, clip, bound in COMPARISONS:
+        label = (
+            f"{ours} / {'torch over one flat tensor' if reference == 'flat' else 'torch'}{', clipped' if clip else ''}"
+        )
+        workers = {
+            role: our_worker("benchmarks.offload_loop", size | {"variant": variant, "clip": clip})
+            for role, variant in (("ours", ours), ("reference", reference))
+        }
+        with participants(workers, threads=max(options.threads)) as started:
+            for threads in options.threads:
+                blocks = interleave(
+                    started, threads=threads, rounds=options.rounds, block_seconds=options.block_seconds
+                )
+                seconds = {
+                    role: [block.seconds / block.steps for block in measured] for role, measured in blocks.items()
+                }
+                ratio = Ratio.of(seconds["ours"], seconds["reference"])
+                result.cases.append(
+                    {
+                        "case": label,
+                        "threads": threads,
+                        "ours": nanoseconds(blocks["ours"]),
+                        "reference": nanoseconds(blocks["reference"]),
+                        "ratio": round(ratio.median, 4),
+                        "ratio_low_quartile": round(ratio.low, 4),
+                        "ratio_high_quartile": round(ratio.high, 4),
+                    }
+                )
+                where = f"{threads} thread{'s' if threads > 1 else ''}"
+                result.targets.append(Target(f"step time, {label}, {where}", ratio.median, bound, at_least=False))
+    return result
+
+
+def nanoseconds(blocks: list[Block]) -> float:
+    """Returns the median time of a step per parameter."""
+    times = [block.seconds / block.steps / block.notes["parameters"] for block in blocks]
+    return round(statistics.median(times) * 1e9, 4)

@@ -1,0 +1,120 @@
+"""Worker: one optimizer's steps over the parameters of a decoder, with gradients that are there already."""
+
+import json
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gate import Gate, Stopped
+from trainer.config.train import OptimConfig
+from trainer.core.log import setup_logging
+from trainer.optim.build import build_optimizer
+from trainer.optim.offload.base import OffloadOptimizer
+from trainer.optim.offload.build import build_offload
+
+Step = Callable[[], object]
+
+
+class Weights(nn.Module):
+    """The matrices and norms of a decoder with an embedding and no head."""
+
+    def __init__(self, hidden_size: int, layers: int, vocab_size: int):
+        super().__init__()
+        d = hidden_size
+        shapes = [(vocab_size, d)] + layers * [(d, d), (d, d), (d, d), (d, d), (4 * d, d), (d, 4 * d), (d,), (d,)]
+        generator = torch.Generator().manual_seed(0)
+        self.weights = nn.ParameterList(torch.randn(shape, generator=generator) * 0.02 for shape in shapes)
+
+
+class Owner:
+    """Stands for the model's owner in a checkpoint, which a step does not use."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Tensor], /) -> None:
+        pass
+
+
+def flat(model: Weights, clip: bool) -> Step:
+    """torch's fused AdamW over one flat tensor."""
+    whole = nn.Parameter(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
+    whole.grad = torch.randn_like(whole) * 1e-3
+    return _plain_step(torch.optim.AdamW([whole], lr=1e-4, fused=True), [whole], clip)
+
+
+def separate(model: Weights, clip: bool) -> Step:
+    """torch's fused AdamW over the model's own tensors."""
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter) * 1e-3
+    return _plain_step(torch.optim.AdamW(parameters, lr=1e-4, fused=True), parameters, clip)
+
+
+def offloaded(mode: str, model: Weights, clip: bool) -> Step:
+    """The trainer's optimizer of an offload mode."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    groups = [{"name": "all", "lr": 1e-4, "params": list(parameters), "param_names": list(names)}]
+    built = build_offload(mode, lambda g: build_optimizer(OptimConfig(), g), groups, model, Owner())  # type: ignore[arg-type]
+    optimizer = built.optimizer
+    assert isinstance(optimizer, OffloadOptimizer)
+    sum((parameter * 1e-3).sum() for parameter in parameters).backward()  # type: ignore[union-attr]
+    for gradient in optimizer.gradients().values():
+        gradient.normal_().mul_(1e-3)
+    limits = _falling_limits()
+
+    def step() -> None:
+        if clip:
+            optimizer.clip_gradients(next(limits))
+        optimizer.step()
+
+    return step
+
+
+def _plain_step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip: bool) -> Step:
+    limits = _falling_limits()
+
+    def step() -> None:
+        if clip:
+            nn.utils.clip_grad_norm_(parameters, next(limits))
+        optimizer.step()
+
+    return step
+
+
+def _falling_limits():
+    """Limits that clip every step although the gradients stay as the last step left them."""
+    limit = 1.0
+    while True:
+        yield limit
+        limit *= 0.99
+
+
+VARIANTS: dict[str, Callable[[Weights, bool], Step]] = {
+    "flat": flat,
+    "none": separate,
+    "optimizer": lambda model, clip: offloaded("optimizer", model, clip),
+    "full": lambda model, clip: offloaded("full", model, clip),
+}
+
+
+def main() -> None:
+    setup_logging("error", rank=0)
+    arguments = json.loads(sys.argv[1])
+    gate = Gate(torch.set_num_threads)
+    model = Weights(arguments["hidden_size"], arguments["layers"], arguments["vocab_size"])
+    count = sum(parameter.numel() for parameter in model.parameters())
+    step = VARIANTS[arguments["variant"]](model, arguments["clip"])
+    try:
+        while True:
+            gate.before_step()
+            step()
+            gate.note(parameters=count)
+    except Stopped:
+        pass
+
+
+if __name__ == "__main__":
+    main()
