@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from trainer.checkpoint.importers.recognise import recognise
 from trainer.checkpoint.manifest import Manifest, check_sizes, read_manifest
 from trainer.checkpoint.paths import (
     CHECKPOINTS,
@@ -165,12 +166,9 @@ def _why_foreign(path: Path) -> str:
         names = {entry.name for entry in os.scandir(path)}
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    if ".metadata" in names or any(name.endswith(".distcp") for name in names):
-        return "a torch.distributed.checkpoint directory that another trainer wrote"
-    if "trainer_state.json" in names:
-        return "a checkpoint of the Hugging Face Trainer"
-    if "config.json" in names or any(name.endswith(".index.json") for name in names):
-        return "a model directory: weights only"
+    recognised = recognise(path)
+    if recognised is not None and not all(is_our_file(name) for name in names):
+        return recognised.reason
     others = sorted(name for name in names if not is_our_file(name))
     return f"it has no {MANIFEST}, and files that this trainer never writes: {', '.join(others[:3])}" if others else ""
 

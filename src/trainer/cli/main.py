@@ -15,7 +15,10 @@ trainer: SFT training for language models, with exact resumes
                                              the same on several devices
   trainer config @ run.toml                  print the resolved config and where each value comes from
   trainer config --schema                    print the JSON schema of a config
-  trainer ckpt ls|show|diff ...              look at checkpoints
+  trainer check resume @ run.toml            kill and resume your own config, and compare it with a run that never stopped
+  trainer ckpt ls|show|diff|verify ...       look at checkpoints
+  trainer ckpt prune|export|repair|import ...
+                                             thin them out, hand them on, mend them, bring in other trainers'
   trainer plot RUN...                        curves of one or more runs as PNG
 
 A config is made of files and flags: "trainer sft @ a.toml @ b.toml --optim.lr 1e-4". Later files win over earlier
@@ -72,6 +75,10 @@ def _dispatch(argv: list[str]) -> int:
             from trainer.cli.ckpt import main as ckpt
 
             return ckpt(rest) or 0
+        case "check":
+            from trainer.cli.check import main as check
+
+            return check(rest)
         case "plot":
             from trainer.cli.plot import main as plot
 
@@ -79,7 +86,7 @@ def _dispatch(argv: list[str]) -> int:
     if not command:
         print(USAGE, end="", file=sys.stderr)
         return 2
-    raise ConfigError(f"trainer has no command {command!r}; it has sft, config, ckpt and plot (trainer --help)")
+    raise ConfigError(f"trainer has no command {command!r}; it has sft, config, check, ckpt and plot (trainer --help)")
 
 
 def _sft(argv: list[str]) -> int:

@@ -21,6 +21,7 @@ _CHECKPOINT = (
     "optim.type",
     "optim.lr",
     "optim.weight_decay",
+    "optim.decay",
     "optim.betas",
     "optim.eps",
     "optim.momentum",

@@ -17,7 +17,10 @@ class OptimConfig(Section):
     lr: PositiveFloat = 1e-5
     """Peak learning rate; for Muon, of its matrices."""
     weight_decay: NonNegativeFloat = 0.01
-    """Decoupled decay for matrices; norms, biases and embeddings are never decayed."""
+    """Decoupled decay of what `decay` names."""
+    decay: Literal["matrices", "weights", "all"] = "matrices"
+    """What decays: "matrices" and the output head; "weights" = embeddings too (as the Hugging Face Trainer does); or
+    "all", norms and biases too."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment (Muon's AdamW half included)."""
     eps: PositiveFloat = 1e-8

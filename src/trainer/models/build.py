@@ -73,6 +73,15 @@ def build_model(
     return model
 
 
+def model_on_meta(config: ModelConfig, *, vocab_size: int = 0) -> CausalLM:
+    """Returns the model without storage: its names, shapes and what is tied. Reads config.json alone.
+
+    Raises:
+        ModelError: as `build_model`.
+    """
+    return _on_meta(config, resolve_model_dir(config.name), vocab_size, torch.device("cpu"))
+
+
 def _on_meta(config: ModelConfig, model_dir: Path, vocab_size: int, device: torch.device) -> CausalLM:
     dtype = getattr(torch, config.dtype)
     if config.impl == "hf":

@@ -32,8 +32,9 @@ def build_groups(
             lr=config.lr,
             adamw_lr=config.adamw_lr or config.lr,
             weight_decay=config.weight_decay,
+            decay=config.decay,
         )
-    groups = decay_groups(parameters, roles, weight_decay=config.weight_decay)
+    groups = decay_groups(parameters, roles, weight_decay=config.weight_decay, decay=config.decay)
     return [group | {"lr": config.lr, "initial_lr": config.lr} for group in groups]
 
 

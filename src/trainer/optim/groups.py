@@ -18,12 +18,20 @@ RUN_LOCAL = frozenset(
 IDENTITY = frozenset({"name"})
 
 
+DECAYED: dict[str, frozenset[str]] = {
+    "matrices": frozenset({"matrix", "head"}),
+    "weights": frozenset({"matrix", "head", "embedding"}),
+    "all": frozenset({"matrix", "head", "embedding", "vector"}),
+}
+"""optim.decay -> the roles of the parameters that decay."""
+
+
 def decay_groups(
-    parameters: Iterable[tuple[str, Tensor]], roles: Mapping[str, str], *, weight_decay: float
+    parameters: Iterable[tuple[str, Tensor]], roles: Mapping[str, str], *, weight_decay: float, decay: str = "matrices"
 ) -> list[dict[str, Any]]:
-    """Returns the groups "decay" (matrices and the output head) and "no_decay" (norms, biases, embeddings)."""
+    """Returns the groups "decay" and "no_decay"; `decay` ("matrices", "weights", "all") says who is in which."""
     entries = {"decay": {"weight_decay": weight_decay}, "no_decay": {"weight_decay": 0.0}}
-    policy = {"matrix": "decay", "head": "decay", "vector": "no_decay", "embedding": "no_decay"}
+    policy = {role: "decay" if role in DECAYED[decay] else "no_decay" for role in DECAYED["all"]}
     return assign(parameters, roles, policy, entries)
 
 
@@ -34,16 +42,17 @@ def muon_groups(
     lr: float,
     adamw_lr: float,
     weight_decay: float,
+    decay: str = "matrices",
 ) -> list[dict[str, Any]]:
-    """Returns the groups "muon" (hidden matrices), "adamw_decay" (the head) and "adamw" (norms, biases, embeddings)."""
+    """Returns the groups "muon" (hidden matrices), "adamw_decay" and "adamw" (the head, embeddings, norms, biases)."""
     adamw = {"algorithm": "adamw", "lr": adamw_lr, "initial_lr": adamw_lr}
     entries = {
         "muon": {"algorithm": "muon", "lr": lr, "initial_lr": lr, "weight_decay": weight_decay},
         "adamw_decay": adamw | {"weight_decay": weight_decay},
         "adamw": adamw | {"weight_decay": 0.0},
     }
-    policy = {"matrix": "muon", "head": "adamw_decay", "vector": "adamw", "embedding": "adamw"}
-    return assign(parameters, roles, policy, entries)
+    policy = {role: "adamw_decay" if role in DECAYED[decay] else "adamw" for role in DECAYED["all"]}
+    return assign(parameters, roles, policy | {"matrix": "muon"}, entries)
 
 
 def assign(

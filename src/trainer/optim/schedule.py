@@ -5,13 +5,14 @@ LinearLR, CosineAnnealingLR and SequentialLR; here nothing is chained, so there 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from trainer.errors import CheckpointMismatch
 
 SMALLEST_START_FACTOR = 1e-8  # torch's LinearLR refuses a start factor of zero
+LR_TOLERANCE = 1e-6  # relative; what a faithful save can differ by is rounding, far below it
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,27 @@ class ScheduleState:
             CheckpointMismatch: a group's lr differs by more than 1e-6 relative. Checkpoints written by trainers that
                 lost their param groups carry such values (5e-13 after a warmup) and train on as if healthy.
         """
-        factor = self.schedule.factor(step)
-        for group in self._groups:
-            expected = group["initial_lr"] * factor
-            if not math.isclose(group["lr"], expected, rel_tol=1e-6, abs_tol=1e-14 * group["initial_lr"]):
-                raise CheckpointMismatch(
-                    f"group {group.get('name')!r} of the checkpoint has lr {group['lr']:.8g}, but its schedule gives "
-                    f"{expected:.8g} at step {step}; take the config's with --resume.override optim.lr"
-                )
+        problems = lr_problems(self.schedule, self._groups, step)
+        if problems:
+            raise CheckpointMismatch(
+                "\n".join(["the checkpoint's learning rates are not those of its own schedule:", *problems])
+                + "\nTake the config's with --resume.override optim.lr, or write a repaired copy with "
+                "trainer ckpt repair STEP_DIR OUT"
+            )
+
+
+def lr_problems(schedule: Schedule, groups: Iterable[Mapping[str, Any]], step: int) -> list[str]:
+    """Returns one line for each group whose lr is not what `schedule` gives after `step` updates, beyond 1e-6 relative.
+
+    groups: live param groups, or the entries of saved ones; "lr" and "initial_lr" are read, "name" is shown.
+    """
+    problems, factor = [], schedule.factor(step)
+    for group in groups:
+        name, lr, initial_lr = group.get("name"), group.get("lr"), group.get("initial_lr")
+        if not isinstance(lr, int | float) or not isinstance(initial_lr, int | float):
+            problems.append(f"  group {name!r} has lr {lr!r} and initial_lr {initial_lr!r}; both must be numbers")
+            continue
+        expected = initial_lr * factor
+        if not math.isclose(lr, expected, rel_tol=LR_TOLERANCE, abs_tol=1e-14 * abs(initial_lr)):
+            problems.append(f"  group {name!r} has lr {lr:.8g}, but the schedule gives {expected:.8g} at step {step}")
+    return problems
