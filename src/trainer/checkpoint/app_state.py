@@ -61,7 +61,7 @@ class AppState:
     @contextmanager
     def joined_by(self, owners: Mapping[str, Stateful]) -> Iterator[None]:
         """Inside, `owners` belong to the state too; one whose name is taken stands in for that owner."""
-        own, self.owners = self.owners, self.owners | owners
+        own, self.owners = self.owners, {**self.owners, **owners}
         try:
             yield
         finally:

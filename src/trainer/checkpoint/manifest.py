@@ -108,7 +108,7 @@ def _checked(manifest: Manifest) -> Manifest:
         if type(value) is not int or value < 0:
             raise TypeError(f"{name} is {value!r}, no count")
     tables = {"run": manifest.run, "versions": manifest.versions, "dtypes": manifest.dtypes}
-    for name, value in {**tables, "parent": manifest.parent or {}}.items():
+    for name, value in {**tables, "parent": manifest.parent or {}, "pending": manifest.pending or {}}.items():
         if not isinstance(value, dict):
             raise TypeError(f"{name} is {value!r}, no table")
     texts = {"reason": manifest.reason, "created": manifest.created}
