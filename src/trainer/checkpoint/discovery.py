@@ -151,7 +151,7 @@ def inspect_step(path: Path, step: int | None = None) -> Candidate:
         return Candidate(path, manifest.step, Status.CORRUPT, str(error), manifest)
     if not manifest.resumable:
         return Candidate(path, manifest.step, Status.NOT_RESUMABLE, manifest.reason, manifest)
-    if manifest.micro_step and not manifest.pending:
+    if manifest.micro_step != (manifest.pending or {}).get("micro_step", 0):
         reason = (
             f"taken after micro-step {manifest.micro_step} of a cycle, without the gradients so far: going on from it "
             "would lose these micro-batches or train on them twice"
