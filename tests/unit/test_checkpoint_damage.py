@@ -52,7 +52,7 @@ def test_e2_damage_is_found_and_the_checkpoint_before_is_taken(tmp_path, written
     DAMAGES[damage](run_dir / "checkpoints/step_00000008" / file)
     for explicit in ({"step": 8}, {"dir": str(run_dir / "checkpoints/step_00000008")}):
         # A manifest of another step does not fit the directory's name, or else the files that it lists.
-        named = "json" if (file, damage) == ("manifest.json", "of another step") else file
+        named = "step_00000008" if (file, damage) == ("manifest.json", "of another step") else file
         with pytest.raises(CheckpointError, match=named) as failure:  # without a manifest it is incomplete
             Run(run_dir, seed=2).resume(**explicit)
         assert damage == "missing" or isinstance(failure.value, CorruptCheckpoint)

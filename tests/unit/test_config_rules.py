@@ -19,6 +19,8 @@ BROKEN = [
     ("--parallel.dp-shard=0", "dp_shard must be -1"),
     ("--model.attention=varlen --runtime.device=cpu", 'use model.attention = "auto" or "sdpa"'),
     ("--ckpt.interval=30 --ckpt.keep-every=100", "must be a multiple of ckpt.interval"),
+    ("--ckpt.keep-best=1 --ckpt.keep-last=1", "ckpt.keep_best needs validation"),
+    ("--ckpt.keep-best=1 --val.interval=5 --data.val-documents=5", "and ckpt.keep_last: without it"),
     ("--scheduler.warmup-steps=101", "warmup outlasts the run"),
     ("--scheduler.warmup-steps=60 --scheduler.decay-steps=41", "warmup and decay take 101 steps"),
     ("--scheduler.decay-steps=101", "warmup and decay take 101 steps"),
