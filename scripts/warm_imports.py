@@ -1,5 +1,6 @@
 """What `warm` imports before it forks: all that a short run turns out to need. Only imports happen in this process."""
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -37,5 +38,6 @@ def modules_of_a_run() -> list[str]:
 for name in modules_of_a_run():
     with contextlib.suppress(Exception):  # not every entry of sys.modules can be imported by its name
         importlib.import_module(name)
+atexit.register(os._exit, 0)  # else triton's bindings list what they leak, on the terminal
 gc.collect()
 gc.freeze()  # the forked processes' collections leave these objects, and the memory they share, alone

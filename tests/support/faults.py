@@ -6,6 +6,7 @@ import shutil
 import signal
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,16 @@ SHORT = [
 """The debug config in its shortest form. Each step is saved, and the checkpoint before it removed."""
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES)
-_active: list[Any] = []  # the hook stays for the life of the process
+_installed: list[Any] = []
+
+
+def install(hook: Callable[[str, Path], None]) -> None:
+    """Sets a file hook for the rest of this process."""
+    from trainer.core.files import file_hook
+
+    hooked = file_hook(hook)
+    hooked.__enter__()
+    _installed.append(hooked)  # or it would be collected, and so taken away
 
 
 @dataclass(frozen=True)
@@ -43,8 +53,6 @@ class Fault:
 
 def arm(rank: int, fault: Fault, record: str) -> None:
     """Arms this process; for "record", the operations are appended to a file instead."""
-    from trainer.core.files import file_hook
-
     count, lock = -1, threading.Lock()
 
     def hook(operation: str, path: Path) -> None:
@@ -62,9 +70,7 @@ def arm(rank: int, fault: Fault, record: str) -> None:
         if mine and fault.kind == "fail":
             raise OSError(fault.errno, os.strerror(fault.errno))
 
-    hooked = file_hook(hook)
-    hooked.__enter__()
-    _active.append(hooked)
+    install(hook)
 
 
 class FaultSuite:

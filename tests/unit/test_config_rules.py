@@ -24,6 +24,8 @@ BROKEN = [
     ("--ckpt.skip-scheduler --resume.if-exists", "every further start would leave it out again"),
     ("--ckpt.skip-progress --resume", "set another output_dir"),
     ("--ckpt.skip-progress --resume.dir=runs/x --output-dir=runs/x", "set another output_dir"),
+    ("--ckpt.keep-best=1 --ckpt.keep-last=1", "ckpt.keep_best needs validation"),
+    ("--ckpt.keep-best=1 --val.interval=5 --data.val-documents=5", "and ckpt.keep_last: without it"),
     ("--scheduler.warmup-steps=101", "warmup outlasts the run"),
     ("--scheduler.warmup-steps=60 --scheduler.decay-steps=41", "warmup and decay take 101 steps"),
     ("--scheduler.decay-steps=101", "warmup and decay take 101 steps"),
