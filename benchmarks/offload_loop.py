@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from trainer.config.train import OptimConfig
 from trainer.core.log import setup_logging
 from trainer.optim.build import build_optimizer
 from trainer.optim.offload.base import OffloadOptimizer
-from trainer.optim.offload.build import build_offload
+from trainer.optim.offload.build import Mode, build_offload
 
 Step = Callable[[], object]
 
@@ -97,13 +98,12 @@ def _compile(source: str) -> Any:
     return ctypes.CDLL(str(folder / "kernel.so")).kernel
 
 
-def offloaded(mode: str, model: Weights, clip: bool, dtype: torch.dtype = torch.float32) -> Step:
+def offloaded(mode: Mode, model: Weights, clip: bool, dtype: torch.dtype = torch.float32) -> Step:
     """The trainer's optimizer of an offload mode; gradients arrive in the compute dtype before the steps."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     groups = [{"name": "all", "lr": 1e-4, "params": list(parameters), "param_names": list(names)}]
-    built = build_offload(
-        mode, lambda g: build_optimizer(OptimConfig(), g), groups, model, Owner(), compute_dtype=dtype
-    )  # type: ignore[arg-type]
+    factory = partial(build_optimizer, OptimConfig())
+    built = build_offload(mode, factory, groups, model, Owner(), compute_dtype=dtype)
     optimizer = built.optimizer
     assert isinstance(optimizer, OffloadOptimizer)
     sum((parameter * 1e-3).float().sum() for parameter in parameters).backward()  # type: ignore[union-attr]

@@ -138,6 +138,9 @@ def test_counters_that_disagree_are_found(tmp_path):
     shard.write_bytes(
         shard.read_bytes().replace(b'"progress":{"step":60}', f'"progress":{document}'.encode().replace(b" ", b""))
     )
+    layout = json.loads((other / "metadata.json").read_bytes())
+    del layout["tensors"]["json"]["chunks"][0]["xxh3"]
+    (other / "metadata.json").write_text(json.dumps(layout))
     reseal(other)
     assert damage(other) == "counters: progress.step is 61, the manifest is of step 60"
 
