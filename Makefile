@@ -51,6 +51,12 @@ test: lint types ## lint, types and the test suite
 test-full: lint types ## the same with the slow tests
 	@$(ONE_THREAD) $(PYTHON) -m pytest $(PYTEST_FLAGS) -m "not gpu" $(TESTS)
 
+N ?= 10
+
+.PHONY: soak
+soak: sync ## kill a run at N random instants (N=10, NPROC=1) and compare its end with a run that was left alone
+	@$(ONE_THREAD) $(PYTHON) -m scripts.soak --kills $(N) --nproc $(or $(NPROC),1)
+
 .PHONY: lint
 lint: sync ## ruff: rules and formatting
 	@$(PYTHON) -m ruff check

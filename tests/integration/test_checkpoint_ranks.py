@@ -192,7 +192,7 @@ def _failing_save(run_dir: Path, failing_rank: int, k: int):
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize(("rank", "k"), [(1, 0), (1, 3), (0, 5), (0, 12)])
+@pytest.mark.parametrize(("rank", "k"), [(1, 0), (1, 2), (0, 5), (0, 12)])
 def test_a_failure_on_any_rank_fails_all_and_commits_nothing(tmp_path, rank, k):
     run_at(2, tmp_path, steps=2)
     answers = run_on_ranks(_failing_save, 2, tmp_path, rank, k)
@@ -276,3 +276,51 @@ def test_ranks_killed_in_the_middle_of_a_save_lose_nothing(tmp_path, ranks, k):
     assert sorted(os.listdir(tmp_path / "run/checkpoints")) == ["step_00000002", "step_00000004"]
     assert run_at(1, tmp_path / "copy", resume={})  # one process cleans up after two
     assert os.listdir(tmp_path / "copy/checkpoints") == ["step_00000002"]
+
+
+# -- in the background -------------------------------------------------------------------------------------------------
+
+
+def _background(run_dir: Path, failing_rank: int | None):
+    """Trains with collectives of its own while a save is written, and polls at each step, as the loop does."""
+    import torch
+    import torch.distributed as dist
+
+    from trainer.core.files import file_hook
+    from trainer.errors import CheckpointError
+
+    run = Run(run_dir, mesh=_mesh((2,)), **{"async": True})
+    mine = dist.get_rank() == failing_rank
+    states, outcome = {}, None
+    with file_hook(fails_at(2 if mine else -2, OSError(28, "No space left on device"))):
+        try:
+            with run.manager:
+                for _ in range(4):
+                    run.train()
+                    states[run.step] = whole(run.app.state_dict())
+                    run.manager.poll()
+                    run.save()
+                    for _ in range(20):  # these meet the writer's collectives in any order
+                        dist.all_reduce(torch.ones(3))
+        except CheckpointError as error:
+            outcome = str(error)
+    return states, outcome
+
+
+def test_a_save_in_the_background_on_two_ranks(tmp_path):
+    (states, outcome), other = run_on_ranks(_background, 2, tmp_path, None)
+    assert (states, outcome) == other and outcome is None
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
+    for step in (1, 4):
+        reader = Run(tmp_path / "reader", seed=7)
+        reader.resume(dir=str(tmp_path / f"checkpoints/step_{step:08d}"))
+        assert whole(reader.app.state_dict()) == states[step]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_in_the_background_ends_all_ranks_at_the_same_step(tmp_path, rank):
+    (states, outcome), (other_states, other_outcome) = run_on_ranks(_background, 2, tmp_path, rank)
+    assert outcome is not None and "save of step 1 in the background failed" in outcome and "No space left" in outcome
+    assert other_outcome == outcome
+    assert states.keys() == other_states.keys()
+    assert steps_of(tmp_path) == [] and os.listdir(tmp_path / "checkpoints") == []

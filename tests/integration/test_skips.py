@@ -43,10 +43,11 @@ def moments(run) -> float:
     return sum(state["exp_avg"].abs().sum().item() for state in run.optimizer.state.values())
 
 
-def test_a10_skip_optimizer(half, tmp_path):
+@pytest.mark.parametrize("mode", ["none", "optimizer", "full"])
+def test_a10_skip_optimizer(mode, half, tmp_path):
     from trainer.train.loop import take_step
 
-    other = ("--optim.lr", "1e-3", "--optim.weight-decay", "0.5", "--optim.betas", "0.8,0.9")
+    other = ("--model.offload", mode, "--optim.lr", "1e-3", "--optim.weight-decay", "0.5", "--optim.betas", "0.8,0.9")
     with resumed(half, tmp_path / "a") as run:
         weights = {name: p.detach().clone() for name, p in run.model.named_parameters()}
         assert counters(run) == {5.0}

@@ -108,6 +108,14 @@ class TestNow:
         assert differences(checkpoint(whole, 4), checkpoint(run_dir, 4)) == ""
         assert metrics(run_dir) == metrics(whole)[2:]
 
+    @pytest.mark.parametrize("mode", ["optimizer", "full"])
+    def test_wherever_the_gradients_are(self, mode, whole, tmp_path):
+        run_dir, flags = tmp_path / "run", ("--ckpt.on-signal", "now", "--model.offload", mode)
+        assert stopped(run_dir, *flags, plan=[("train", 6, "SIGTERM")]) == 143
+        assert read_manifest(checkpoint(run_dir, 1)).micro_step == 2
+        assert stopped(run_dir, *flags, "--resume") == 0
+        check_same(run_dir, whole)
+
     def test_at_another_cut_the_cycle_begins_anew(self, half, whole, tmp_path):
         """The weights are those of the boundary, so nothing but time is lost."""
         run_dir = tmp_path / "run"
@@ -165,10 +173,12 @@ class TestTwoRanks:
         assert stopped(run_dir, *self.FLAGS, world_size=2) == 0
         return run_dir
 
-    @pytest.mark.parametrize("on_signal, step, micro_step", [("boundary", 2, 0), ("now", 1, 2)])
-    def test_e10_one_rank_hears_it(self, on_signal, step, micro_step, two, tmp_path):
+    @pytest.mark.parametrize(
+        "on_signal, mode, step, micro_step", [("boundary", "none", 2, 0), ("now", "none", 1, 2), ("now", "full", 1, 2)]
+    )
+    def test_e10_one_rank_hears_it(self, on_signal, mode, step, micro_step, two, tmp_path):
         run_dir = tmp_path / "run"
-        flags = (*self.FLAGS, "--ckpt.on-signal", on_signal)
+        flags = (*self.FLAGS, "--ckpt.on-signal", on_signal, "--model.offload", mode)
         assert stopped(run_dir, *flags, plan=[("train", 6, "SIGTERM")], world_size=2, on_rank=1) == 143
         assert steps(run_dir) == [step]
         assert read_manifest(checkpoint(run_dir, step)).micro_step == micro_step

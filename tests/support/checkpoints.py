@@ -101,11 +101,7 @@ class Run:
 
     def resume(self, **resume: Any) -> int | None:
         """Resumes and returns the step, None where there is nothing."""
-        checkpoint = self.manager.choose(ResumeConfig(**resume))
-        if checkpoint is None:
-            return None
-        self.manager.load(checkpoint)
-        return self.step
+        return None if self.manager.resume(ResumeConfig(**resume)) is None else self.step
 
 
 def whole(state: dict[str, Tensor]) -> dict[str, bytes]:

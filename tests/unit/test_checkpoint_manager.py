@@ -97,6 +97,19 @@ def test_retention(tmp_path, settings, left):
     assert len(os.listdir(tmp_path / "checkpoints")) == len(left)
 
 
+def test_the_best_are_kept_by_what_the_manifest_says(tmp_path):
+    """Over a resume, too: nothing about the best is remembered anywhere else."""
+    losses = {1: 0.4, 2: 0.2, 3: 0.3, 4: float("nan"), 5: 0.5, 6: 0.6}
+    for steps in ((1, 2, 3), (4, 5, 6)):
+        run = Run(tmp_path, keep_last=1, keep_best=1)
+        run.resume(if_exists=True)
+        for step in steps:
+            run.train()
+            run.manager.save(step, metrics={"val_loss": losses[step]})
+    assert steps_of(tmp_path) == [2, 6]
+    assert read_manifest(step_dir(tmp_path, 2)).metrics == {"val_loss": 0.2}
+
+
 def test_a_state_marked_as_not_resumable_is_kept_and_never_chosen(tmp_path):
     run = run_with(tmp_path, 4, keep_last=1)
     run.train(1)

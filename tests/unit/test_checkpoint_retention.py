@@ -1,11 +1,13 @@
 """Retention, as a pure plan."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.checkpoint.discovery import Candidate, Status
+from trainer.checkpoint.manifest import Manifest
 from trainer.checkpoint.retention import plan_removals
 
 
@@ -38,6 +40,34 @@ def test_keep_every_is_for_good():
 def test_what_cannot_be_resumed_takes_no_place_and_is_not_touched():
     found = candidates(committed=[4, 8], not_resumable=[12], corrupt=[16], incomplete=[20], foreign=[24])
     assert kept(found, keep_last=1) == [8, 12, 16, 20, 24]
+
+
+def measured(**losses) -> list[Candidate]:
+    """Committed checkpoints: step_4=0.5 is step 4 with val_loss 0.5, None one without a validation."""
+    found = []
+    for name, loss in losses.items():
+        step = int(name.removeprefix("step_"))
+        metrics = {} if loss is None else {"val_loss": loss}
+        found.append(Candidate(Path(name), step, Status.COMMITTED, manifest=Manifest(step, {}, metrics=metrics)))
+    return found
+
+
+def test_the_best_stay():
+    found = measured(step_1=0.9, step_2=0.3, step_3=None, step_4=0.5, step_5=0.3, step_6=0.7, step_7=None)
+    assert kept(found, keep_last=1, keep_best=1) == [5, 7]  # of two equal ones the newer
+    assert kept(found, keep_last=1, keep_best=2) == [2, 5, 7]
+    assert kept(found, keep_last=1, keep_best=3) == [2, 4, 5, 7]
+    assert kept(found, keep_last=2, keep_best=1) == [5, 6, 7]
+    assert kept(found, keep_last=1, keep_best=9) == [1, 2, 4, 5, 6, 7]  # 3 was never validated
+    assert kept(found, keep_last=1, keep_every=3, keep_best=1) == [3, 5, 6, 7]
+    assert kept(found, keep_last=None, keep_best=1) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_state_that_cannot_be_resumed_is_not_the_best():
+    found = measured(step_1=0.9, step_2=0.5, step_3=0.8)
+    found.append(replace(measured(step_4=0.1)[0], status=Status.NOT_RESUMABLE))
+    assert kept(found, keep_last=1, keep_best=1) == [2, 3, 4]
+    assert [c.step for c in plan_removals(found, keep_last=1, keep_best=1)] == [1]
 
 
 STATUSES = st.sampled_from(list(Status))

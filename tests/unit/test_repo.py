@@ -99,5 +99,5 @@ def test_scripts_can_be_started(script: Path):
 
 def test_make_help_lists_the_targets():
     made = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for target in ("demo", "test", "test-full", "lint", "types", "bench", "clean", "sync"):
+    for target in ("demo", "test", "test-full", "soak", "lint", "types", "bench", "clean", "sync"):
         assert re.search(rf"make {target}\s", made), f"make help does not name {target}"

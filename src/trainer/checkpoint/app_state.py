@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from trainer.checkpoint.dcp import DTYPE_NAMES, DTYPES
 from trainer.checkpoint.layout import Layout, owner_of
 from trainer.checkpoint.leaves import compare_leaves, dump_leaves, load_leaves
-from trainer.checkpoint.storage import DTYPE_NAMES, DTYPES, load_tensors
+from trainer.checkpoint.storage import load_tensors
 from trainer.checkpoint.tables import JSON_TENSOR, read_tables
 from trainer.core.distributed import gather_objects, on_main, raise_together
-from trainer.core.files import xxh3_bytes
+from trainer.core.files import FileRecord, xxh3_bytes
 from trainer.errors import CheckpointError, CheckpointMismatch
 
 _SHOWN = 10  # names listed in an error before "and N more"
@@ -61,7 +62,7 @@ class AppState:
     @contextmanager
     def joined_by(self, owners: Mapping[str, Stateful]) -> Iterator[None]:
         """Inside, `owners` belong to the state too; one whose name is taken stands in for that owner."""
-        own, self.owners = self.owners, self.owners | owners
+        own, self.owners = self.owners, {**self.owners, **owners}
         try:
             yield
         finally:
@@ -112,34 +113,41 @@ class AppState:
             "the ranks list their state in different orders; owners must give every rank the same order"
         )
 
-    def load(self, directory: Path, *, skip: AbstractSet[str] = frozenset()) -> None:
+    def load(
+        self,
+        directory: Path,
+        *,
+        skip: AbstractSet[str] = frozenset(),
+        check: Mapping[str, FileRecord] | None = None,
+    ) -> None:
         """Loads a checkpoint into the owners and proves that it took; collective.
 
         Everything is checked against the checkpoint's tables before the first byte is written into a live tensor.
-        Owners named in `skip` keep their state; what the checkpoint holds for them is passed over.
+        Owners named in `skip` keep their state; what the checkpoint holds for them is passed over. `check` names the
+        files whose checksums this rank compares while it reads; the owners get nothing before all of them are right.
 
         Raises:
             CheckpointMismatch: the checkpoint does not fit, or an owner holds other values after loading; names keys.
-            CorruptCheckpoint: it cannot be read.
+            CorruptCheckpoint: it cannot be read, or a checksum differs. Live tensors are overwritten by then.
         """
         unknown = sorted(skip - self.owners.keys())
         if unknown:
             raise CheckpointError(f"asked to skip {', '.join(unknown)}, but the state has {', '.join(self.owners)}")
         layout, saved = on_main(read_tables, directory)
-        _attempt("making room for the checkpoint's state", lambda: self._make_room(layout, skip))
-        parts = _attempt("reading the live state", lambda: self._parts(skip))
+        attempt("making room for the checkpoint's state", lambda: self._make_room(layout, skip))
+        parts = attempt("reading the live state", lambda: self._parts(skip))
         flat = _flatten(parts)
-        _attempt(
+        attempt(
             "comparing the checkpoint with this run", lambda: _check_fit(directory, layout, saved, flat, parts, skip)
         )
-        load_tensors(directory, layout, flat)
+        load_tensors(directory, layout, flat, check=check)
 
         def hand_over() -> None:
             for owner, part in parts.items():
                 self.owners[owner].load_state_dict(_nest(saved[owner], part.tensors))
 
-        _attempt("loading", hand_over)
-        _attempt("verifying the loaded state", lambda: self.verify(saved, parts))
+        attempt("loading", hand_over)
+        attempt("verifying the loaded state", lambda: self.verify(saved, parts))
 
     def _make_room(self, layout: Layout, skip: AbstractSet[str]) -> None:
         for name, owner in self.owners.items():
@@ -179,7 +187,7 @@ class AppState:
         return {name: _take_apart(name, owner.state_dict()) for name, owner in self.owners.items() if name not in skip}
 
 
-def _attempt(what: str, function: Callable[[], Any]) -> Any:
+def attempt(what: str, function: Callable[[], Any]) -> Any:
     """Runs `function` on every rank; if it fails on one, every rank raises: no rank goes on into a collective alone."""
     result, failure = None, None
     try:

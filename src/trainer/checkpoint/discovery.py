@@ -143,7 +143,7 @@ def inspect_step(path: Path, step: int | None = None) -> Candidate:
     except CheckpointError as error:
         return Candidate(path, step, Status.FOREIGN, str(error))
     if step is not None and manifest.step != step:
-        reason = f"its manifest is of step {manifest.step}: the directory was renamed or its manifest exchanged"
+        reason = f"its {MANIFEST} is of step {manifest.step}: the directory was renamed or its manifest exchanged"
         return Candidate(path, step, Status.CORRUPT, reason, manifest)
     try:
         check_sizes(path, manifest)
@@ -151,7 +151,7 @@ def inspect_step(path: Path, step: int | None = None) -> Candidate:
         return Candidate(path, manifest.step, Status.CORRUPT, str(error), manifest)
     if not manifest.resumable:
         return Candidate(path, manifest.step, Status.NOT_RESUMABLE, manifest.reason, manifest)
-    if manifest.micro_step and not manifest.pending:
+    if manifest.micro_step != (manifest.pending or {}).get("micro_step", 0):
         reason = (
             f"taken after micro-step {manifest.micro_step} of a cycle, without the gradients so far: going on from it "
             "would lose these micro-batches or train on them twice"

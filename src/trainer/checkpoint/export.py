@@ -8,9 +8,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from trainer.checkpoint.dcp import DTYPE_NAMES
 from trainer.checkpoint.diff import open_contents
 from trainer.checkpoint.discovery import Checkpoint
-from trainer.checkpoint.storage import DTYPE_NAMES
 from trainer.config.model import ModelConfig
 from trainer.errors import CheckpointError, CheckpointMismatch
 from trainer.models.base import CausalLM

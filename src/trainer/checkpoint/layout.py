@@ -19,7 +19,7 @@ from trainer.checkpoint.paths import METADATA, check_plain_name, open_inside, re
 from trainer.errors import CheckpointError, CorruptCheckpoint
 
 LAYOUT_FORMAT = 1
-ALIGNMENT_BYTES = 64  # where the data of a file starts; entries follow by falling element size, so each is aligned
+ALIGNMENT_BYTES = 4096  # where the data of a file starts; entries follow by falling element size, so each is aligned
 
 _MAX_COMPARISONS = 10_000_000  # of chunks of one tensor; 4,000 ranks that shard columns need 8 million
 
@@ -40,6 +40,8 @@ class Chunk:
     start: int
     """First byte within the file."""
     size_bytes: int
+    xxh3: str | None = None
+    """xxh3-64 of its bytes, for what is read before the file as a whole has been checked."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,12 @@ def entry_name(name: str, offsets: Sequence[int], whole: bool) -> str:
     return name if whole else f"{name}@{','.join(map(str, offsets))}"
 
 
-def safetensors_header(entries: Sequence[tuple[str, str, Sequence[int]]]) -> tuple[bytes, list[int]]:
+def safetensors_header(
+    entries: Sequence[tuple[str, str, Sequence[int]]], room_bytes: int = 0
+) -> tuple[bytes, list[int]]:
     """Returns the file's first bytes for `entries` (name, dtype, shape), and the first byte of each entry in the file.
+
+    room_bytes: length of the first bytes at least; a header is padded with spaces.
 
     Raises:
         CheckpointError: two entries have the same name.
@@ -80,7 +86,8 @@ def safetensors_header(entries: Sequence[tuple[str, str, Sequence[int]]]) -> tup
         starts.append(position)
         position += size_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT_BYTES)
+    length = max(8 + len(text), room_bytes)
+    text = text.ljust(length + -length % ALIGNMENT_BYTES - 8)
     return len(text).to_bytes(8, "little") + text, [8 + len(text) + start for start in starts]
 
 
@@ -90,14 +97,17 @@ def dump_layout(layout: Layout) -> bytes:
         name: {
             "dtype": tensor.dtype,
             "shape": tensor.shape,
-            "chunks": [
-                {"offsets": c.offsets, "sizes": c.sizes, "file": c.file, "start": c.start, "bytes": c.size_bytes}
-                for c in tensor.chunks
-            ],
+            "chunks": [_dump_chunk(chunk) for chunk in tensor.chunks],
         }
         for name, tensor in layout.items()
     }
     return json.dumps({"format": LAYOUT_FORMAT, "tensors": tensors}, separators=(",", ":")).encode()
+
+
+def _dump_chunk(chunk: Chunk) -> dict[str, Any]:
+    entry: dict[str, Any] = {"offsets": chunk.offsets, "sizes": chunk.sizes, "file": chunk.file}
+    entry |= {"start": chunk.start, "bytes": chunk.size_bytes}
+    return entry if chunk.xxh3 is None else entry | {"xxh3": chunk.xxh3}
 
 
 def read_layout(directory: Path) -> Layout:
@@ -187,6 +197,7 @@ def _parse_chunk(entry: Any, where: str) -> Chunk:
         file=check_plain_name(entry.get("file"), where),
         start=start,
         size_bytes=size_bytes,
+        xxh3=None if entry.get("xxh3") is None else str(entry["xxh3"]),
     )
 
 

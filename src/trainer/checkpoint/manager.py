@@ -3,23 +3,32 @@
 Every method is collective: all ranks call it, rank 0 looks at the file system, and what it finds is agreed on.
 """
 
+import copy
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
-from trainer.checkpoint.app_state import AppState
+from trainer.checkpoint.app_state import AppState, attempt
+from trainer.checkpoint.background import BackgroundWriter
+from trainer.checkpoint.dcp import DTYPE_NAMES
 from trainer.checkpoint.discovery import Candidate, Checkpoint, Status, discover, inspect_step, locate, newest_first
 from trainer.checkpoint.finite import first_nonfinite
 from trainer.checkpoint.leaves import load_leaves
 from trainer.checkpoint.manifest import Manifest, check_bytes
-from trainer.checkpoint.paths import CHECKPOINTS, SUPERSEDED, step_name
+from trainer.checkpoint.paths import CHECKPOINTS, SUPERSEDED, is_shard, step_name
 from trainer.checkpoint.retention import plan_removals
-from trainer.checkpoint.storage import DTYPE_NAMES, global_bytes
+from trainer.checkpoint.staging import Shard, Stager
+from trainer.checkpoint.storage import global_bytes
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.tables import JSON_TENSOR
 from trainer.core.distributed import gather_objects, on_main, world_from_env
@@ -28,6 +37,8 @@ from trainer.core.log import logger
 from trainer.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from trainer.config.train import CkptConfig, ResumeConfig
 
 
@@ -47,6 +58,9 @@ class CheckpointManager:
         self.describe = describe
         self.store = CheckpointStore(self.run_dir / CHECKPOINTS)
         self.world = world_from_env()
+        self._stager = Stager(copy=config.async_)
+        self._writer: BackgroundWriter | None = None  # made by the first save with `ckpt.async`
+        self._writing: int | None = None  # the step that it was given last
         self._parent: Mapping[str, Any] | None = None
         # The checkpoint that holds the state as of now, if there is one; its micro-step; and what is pending in it.
         self._on_disk: tuple[Path, int, Mapping[str, Any] | None] | None = None
@@ -68,49 +82,128 @@ class CheckpointManager:
         reason: str = "",
         micro_step: int = 0,
         pending: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> Path:
         """Writes the state after `step` updates, then removes what retention no longer wants. Returns its directory.
+
+        With `ckpt.async` it returns as soon as the state is copied; the checkpoint is there when `wait` returns, or
+        `poll` or the next save find it done. One save at a time: a second one waits for the first.
 
         The step that was last saved or loaded, and so is on disk as it is in memory, is not written again.
 
         resumable, reason: a state to look at and not to go on from, and why. One whose weights are not finite never is
             resumable.
         micro_step, pending: of a state with more in it than that of the boundary; see Manifest.
+        metrics: what was measured at this step, for `ckpt.keep_best`.
 
         Raises:
-            CheckpointError: on every rank, if any rank failed; every earlier checkpoint is still there.
+            CheckpointError: on every rank, if any rank failed, now or in the save before; every earlier checkpoint is
+                still there.
         """
         final = self.store.directory / step_name(step)
         if self._is_on_disk(final, pending):
             return final
+        self.wait()
         self._tidy_once()
+        started = time.perf_counter()
         state = self.app.state_dict()
         self._check_step(step, state)
         self.app.check_agreement(state)
         if (found := next(filter(None, gather_objects(first_nonfinite(state, "model"))), None)) is not None:
             resumable, reason = False, f"{found} has a value that is not finite"
             logger.error(f"step {step}: {reason}; the checkpoint is written and never resumed from")
+        shard, run = attempt("preparing the save", lambda: (self._stager.stage(state), self._description()))
         dtypes = Counter(DTYPE_NAMES[tensor.dtype] for tensor in state.values())
-
-        def manifest(files: Mapping[str, FileRecord]) -> Manifest:
-            return Manifest(
-                step=step,
-                files=files,
-                micro_step=micro_step,
-                pending=pending,
-                resumable=resumable,
-                reason=reason,
-                world_size=self.world.size,
-                dtypes=dict(sorted(dtypes.items())),
-                parent=self._parent,
-                run=dict(self.describe()),
-                versions={"trainer": version("exact-trainer"), "torch": version("torch")},
+        manifest = Manifest(
+            step=step,
+            files={},
+            micro_step=micro_step,
+            pending=pending,
+            resumable=resumable,
+            reason=reason,
+            metrics={name: value for name, value in (metrics or {}).items() if math.isfinite(value)},
+            world_size=self.world.size,
+            dtypes=dict(sorted(dtypes.items())),
+            parent=self._parent,
+            run=run,
+            versions={"trainer": version("exact-trainer"), "torch": version("torch")},
+        )
+        write = partial(self._write, shard, global_bytes(state), manifest)
+        if self.config.async_:
+            self._writer = self._writer or BackgroundWriter()
+            self._writing = step
+            self._writer.submit(write)
+            logger.debug(
+                f"step {step}: the state is copied, training stood still {time.perf_counter() - started:.3f} s"
             )
+        else:
+            write(None)
+        self._on_disk = (final, micro_step, pending) if resumable else None
+        return final
 
-        path = self.store.write(step, state, manifest)
-        self._on_disk = (path, micro_step, pending) if resumable else None
-        on_main(self._apply_retention)
-        return path
+    def _description(self) -> Mapping[str, Any]:
+        """Returns what the manifest says about the run as of now, on rank 0."""
+        return copy.deepcopy(dict(self.describe())) if self.world.is_main else {}
+
+    def _write(self, shard: Shard, needed_bytes: int, manifest: Manifest, group: "ProcessGroup | None") -> None:
+        """The part of a save that may run beside the training: nothing here reads the live state."""
+        started = time.perf_counter()
+
+        def describe(files: Mapping[str, FileRecord]) -> Manifest:
+            return replace(manifest, files=files)
+
+        path = self.store.write(manifest.step, shard, needed_bytes, describe, group=group)
+        on_main(self._apply_retention, group=group)
+        logger.debug(f"{path} is committed, {needed_bytes / 2**20:.0f} MiB in {time.perf_counter() - started:.2f} s")
+
+    def poll(self) -> None:
+        """Raises what a save in the background raised, once it has ended. Call it after each step; it never waits.
+
+        Raises:
+            CheckpointError: on every rank: the checkpoint of the step that is named was not written.
+        """
+        if self._writer is not None:
+            self._settle(self._writer.poll)
+
+    def wait(self) -> None:
+        """Returns once the last save is durable, or raises as `poll` does."""
+        if self._writer is not None:
+            self._settle(self._writer.wait)
+
+    def _settle(self, ask: Callable[[], None]) -> None:
+        try:
+            ask()
+        except CheckpointError as error:
+            self._on_disk = None
+            raise CheckpointError(f"the save of step {self._writing} in the background failed: {error}") from error
+        except BaseException:
+            self._on_disk = None
+            raise
+
+    def close(self) -> None:
+        """Waits for the last save and gives back what saving needed.
+
+        Raises:
+            CheckpointError: as `poll`.
+        """
+        writer, self._writer = self._writer, None
+        try:
+            if writer is not None:
+                self._settle(writer.close)
+        finally:
+            self._stager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        """Closes; a failed save is raised, unless an error is on its way already: then it is logged."""
+        try:
+            self.close()
+        except Exception as failure:
+            if kind is None:
+                raise
+            logger.error("{}", failure)
 
     def _is_on_disk(self, path: Path, pending: Mapping[str, Any] | None) -> bool:
         if self._on_disk is None or self._on_disk[0] != path:
@@ -145,7 +238,12 @@ class CheckpointManager:
 
     def _apply_retention(self) -> None:
         candidates = discover(self.store.directory)
-        plan = plan_removals(candidates, keep_last=self.config.keep_last, keep_every=self.config.keep_every)
+        plan = plan_removals(
+            candidates,
+            keep_last=self.config.keep_last,
+            keep_every=self.config.keep_every,
+            keep_best=self.config.keep_best,
+        )
         for candidate in plan:
             try:
                 self.store.remove(candidate.path)
@@ -163,11 +261,14 @@ class CheckpointManager:
 
     # -- resume --------------------------------------------------------------------------------------------------------
 
-    def choose(self, resume: "ResumeConfig") -> Checkpoint | None:
+    def choose(self, resume: "ResumeConfig", damaged: Mapping[Path, str] | None = None) -> Checkpoint | None:
         """Returns the checkpoint to resume from, the same on every rank; None = start fresh (`resume.if_exists` only).
 
         Without a step, the newest resumable one is taken; newer ones that cannot be used are passed over, each with a
         logged reason. What is named explicitly is taken or is an error.
+
+        Of the bytes only the tables are checked here: `load` checks the tensors while it reads them. Where it finds
+        damage, the next call is told so by `damaged` (path -> what is wrong).
 
         Raises:
             IncompleteCheckpoint, CorruptCheckpoint, CheckpointError: nothing usable; the message lists each candidate.
@@ -177,7 +278,9 @@ class CheckpointManager:
         candidates, explicit, where = on_main(self._candidates, resume)
         rejected: list[str] = []
         for candidate in candidates:
-            problem = candidate.reason if candidate.status is not Status.COMMITTED else self._verify(candidate)
+            problem = (damaged or {}).get(candidate.path)
+            if problem is None:
+                problem = candidate.reason if candidate.status is not Status.COMMITTED else self._check(candidate)
             if problem is None:
                 return candidate.checkpoint()
             if explicit:
@@ -191,15 +294,34 @@ class CheckpointManager:
         hint = "" if candidates else "; leave --resume out to start fresh, or give --resume.if-exists for both cases"
         raise CheckpointError(f"no checkpoint to resume from in {where}{hint}{listed}")
 
+    def resume(self, resume: "ResumeConfig") -> Checkpoint | None:
+        """Chooses and loads; where the newest turns out to be damaged, the one before it. Returns what was loaded.
+
+        Raises:
+            As `choose` and `load`.
+        """
+        damaged: dict[Path, str] = {}
+        while (checkpoint := self.choose(resume, damaged)) is not None:
+            try:
+                self.load(checkpoint)
+                return checkpoint
+            except CorruptCheckpoint as error:  # where it was asked for by name, `choose` raises it
+                damaged[checkpoint.path] = str(error)
+        return None
+
     def load(self, checkpoint: Checkpoint, *, skip: AbstractSet[str] = frozenset()) -> None:
         """Loads a checkpoint into the owners, checks that it took, and sets newer checkpoints of this run aside.
+
+        With `ckpt.verify = "checksum"` every byte is checked while it is read: once, not in a pass of its own.
 
         skip: owners that keep their state.
 
         Raises:
-            CheckpointMismatch, CorruptCheckpoint: as AppState.load.
+            CorruptCheckpoint: a file is damaged. The owners' tensors are overwritten by then: load another checkpoint,
+                or end.
+            CheckpointMismatch: as AppState.load.
         """
-        self.app.load(checkpoint.path, skip=skip)
+        self.app.load(checkpoint.path, skip=skip, check=self._share(checkpoint.manifest))
         if not on_main(self._is_own, checkpoint.path):
             self._parent = {
                 "path": str(checkpoint.path),
@@ -242,18 +364,25 @@ class CheckpointManager:
             raise CheckpointError(f"{directory} has no checkpoint of step {resume.step}; resumable steps: {steps}")
         return chosen, True, directory
 
-    def _verify(self, candidate: Candidate) -> str | None:
-        """Returns what is wrong with a checkpoint's bytes, None if nothing; each rank reads its share of the files."""
+    def _check(self, candidate: Candidate) -> str | None:
+        """Returns what is wrong with the tables of a checkpoint, None if nothing; sizes were compared by discovery."""
         manifest = candidate.checkpoint().manifest
         if self.config.verify == "size":
-            return None  # discovery has compared the sizes
-        names = sorted(manifest.files)[self.world.rank :: self.world.size]
+            return None
+        tables = [name for name in manifest.files if not is_shard(name)]
         try:
-            check_bytes(candidate.path, manifest, names)
-            problem = None
+            on_main(check_bytes, candidate.path, manifest, tables)
         except CheckpointError as error:
-            problem = str(error)
-        return next((text for text in gather_objects(problem) if text is not None), None)
+            return str(error)
+        return None
+
+    def _share(self, manifest: Manifest) -> dict[str, FileRecord]:
+        """Returns the shards that this rank checks: at the world size that wrote them, the one it wrote itself."""
+        if self.config.verify == "size":
+            return {}
+        shards = sorted(filter(is_shard, manifest.files))
+        size = self.world.size
+        return {n: manifest.files[n] for k, n in enumerate(shards) if k * size // len(shards) == self.world.rank}
 
 
 def _refusal(candidate: Candidate, problem: str) -> CheckpointError:

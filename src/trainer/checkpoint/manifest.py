@@ -35,6 +35,8 @@ class Manifest:
     resumable: bool = True
     reason: str = ""
     """Why not, where it is not resumable."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What was measured at this step, such as val_loss."""
     world_size: int = 1
     """Ranks that wrote it; any number may read it."""
     dtypes: Mapping[str, int] = field(default_factory=dict)

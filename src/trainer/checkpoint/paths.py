@@ -24,6 +24,7 @@ _TEMPORARY = re.compile(r"step_\d{8,}\.tmp-[0-9a-f]+")
 _REMOVED = re.compile(r"step_\d{8,}\.removed-[0-9a-f]+")
 _REPLACED = re.compile(r"step_(\d{8,})\.replaced-[0-9a-f]+")
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_SHARD = re.compile(r"rank_\d{5,}\.safetensors")
 _OURS = re.compile(r"rank_\d{5,}\.safetensors|metadata\.json|manifest\.json|\.lock")
 
 
@@ -57,6 +58,11 @@ def is_removed(name: str) -> bool:
 def is_our_file(name: str) -> bool:
     """Whether a checkpoint directory of this trainer may hold a file of this name."""
     return _OURS.fullmatch(name) is not None
+
+
+def is_shard(name: str) -> bool:
+    """Whether a file of this name holds tensors; the others of a checkpoint are tables about them."""
+    return _SHARD.fullmatch(name) is not None
 
 
 def shard_name(rank: int) -> str:

@@ -1,19 +1,29 @@
 """Which checkpoints may go: a pure function of what is on disk, so that it can be tested, and shown before it acts."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from trainer.checkpoint.discovery import Candidate, Status
 
+BEST_METRIC = "val_loss"
+"""What `keep_best` goes by: the lowest is the best."""
+
 
 def plan_removals(
-    candidates: Iterable[Candidate], *, keep_last: int | None, keep_every: int | None = None
+    candidates: Iterable[Candidate],
+    *,
+    keep_last: int | None,
+    keep_every: int | None = None,
+    keep_best: int | None = None,
 ) -> list[Candidate]:
     """Returns the checkpoints to remove, oldest first.
 
     Only resumable ones count and only resumable ones are removed: an incomplete, corrupt or foreign directory neither
-    takes a place among the newest `keep_last` nor is touched. The newest resumable checkpoint is never in the answer.
+    takes a place among the newest `keep_last` or the best nor is touched. The newest resumable checkpoint is never in
+    the answer.
 
     keep_last: the newest N stay; None = all stay. keep_every: steps that are multiples of it stay for good.
+    keep_best: the N with the lowest `val_loss` stay, of two equal ones the newer; those of steps without a validation
+    are not among them.
 
     With a checkpoint of each of the steps 1..5, keep_last = 1 and keep_every = 2: 2, 4 and 5 stay.
     """
@@ -22,5 +32,16 @@ def plan_removals(
     if keep_last < 1:
         raise ValueError(f"keep_last = {keep_last} would remove the last resumable checkpoint")
     steps = {c.step: c for c in candidates if c.status is Status.COMMITTED and c.step is not None}
-    older = sorted(steps)[:-keep_last]
-    return [steps[step] for step in older if not (keep_every and step % keep_every == 0)]
+    order = sorted(steps)
+    kept = set(order[-keep_last:]) | {step for step in order if keep_every and step % keep_every == 0}
+    kept.update(_best(steps, keep_best or 0))
+    return [steps[step] for step in order if step not in kept]
+
+
+def _best(steps: Mapping[int, Candidate], count: int) -> list[int]:
+    measured = [
+        (c.manifest.metrics[BEST_METRIC], -step)
+        for step, c in steps.items()
+        if c.manifest is not None and BEST_METRIC in c.manifest.metrics
+    ]
+    return [-step for _, step in sorted(measured)[:count]]

@@ -14,9 +14,9 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
+from trainer.checkpoint.dcp import lost_each_other
 from trainer.checkpoint.discovery import WHOLE, Status, discover, inspect_step
 from trainer.checkpoint.manifest import Manifest, check_sizes, dump_manifest
 from trainer.checkpoint.paths import (
@@ -30,12 +30,16 @@ from trainer.checkpoint.paths import (
     step_name,
     step_of,
 )
-from trainer.checkpoint.storage import global_bytes, save_tensors
+from trainer.checkpoint.staging import Shard
+from trainer.checkpoint.storage import write_shard
 from trainer.core import files
-from trainer.core.distributed import gather_objects, on_main
+from trainer.core.distributed import on_main
 from trainer.core.files import FileRecord
 from trainer.core.log import logger
 from trainer.errors import CheckpointError, CorruptCheckpoint
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _SLACK_BYTES = 8 << 20  # headers, metadata, manifest and the file system's own blocks
 
@@ -47,22 +51,32 @@ class CheckpointStore:
         self._lock_fd: int | None = None  # rank 0, while a save is running
 
     def write(
-        self, step: int, state: Mapping[str, Tensor], describe: Callable[[Mapping[str, FileRecord]], Manifest]
+        self,
+        step: int,
+        shard: Shard,
+        needed_bytes: int,
+        describe: Callable[[Mapping[str, FileRecord]], Manifest],
+        *,
+        group: "ProcessGroup | None" = None,
     ) -> Path:
         """Writes and commits a checkpoint; collective. Returns its directory once it is durable.
 
+        needed_bytes: of all shards together.
         describe: makes the manifest from the records of all files; called on rank 0.
+        group: the ranks' group of the calling thread.
 
         Raises:
             CheckpointError: on every rank, if any rank failed; names ranks, files and reasons. What was committed
                 before still is.
         """
-        needed_bytes = global_bytes(state)
-        temporary = on_main(self._begin, step, needed_bytes)
+        temporary = None
         try:
-            records = gather_objects(save_tensors(temporary, state))
-            merged = {name: record for part in records for name, record in sorted(part.items())}
-            return on_main(self._commit, temporary, step, lambda: describe(merged))
+            temporary = on_main(self._begin, step, needed_bytes, group=group)
+            records = write_shard(temporary, shard, group=group)
+            return on_main(self._commit, temporary, step, lambda: describe(records), group=group)
+        except RuntimeError as error:
+            self._discard(temporary)
+            raise lost_each_other(f"cannot write the checkpoint of step {step}", error) from error
         except BaseException:
             self._discard(temporary)
             raise
@@ -142,9 +156,9 @@ class CheckpointStore:
             raise
         return replaced
 
-    def _discard(self, temporary: Path) -> None:
+    def _discard(self, temporary: Path | None) -> None:
         """Clears up after a failed save, on rank 0; the failure itself is what gets raised."""
-        if self._lock_fd is None:
+        if self._lock_fd is None or temporary is None:
             return
         self._unlock()
         try:

@@ -6,6 +6,7 @@ from typing import Any
 from trainer.checkpoint.layout import Layout, read_layout
 from trainer.checkpoint.leaves import load_leaves
 from trainer.checkpoint.paths import MAX_TABLE_BYTES, open_inside, os_errors, read_exactly
+from trainer.core.files import xxh3_bytes
 from trainer.errors import CorruptCheckpoint
 
 JSON_TENSOR = "json"
@@ -30,6 +31,10 @@ def read_tables(directory: Path) -> tuple[Layout, dict[str, dict[str, Any]]]:
     path, data = directory / chunk.file, bytearray(chunk.size_bytes)
     with os_errors(f"cannot read {path}"), open(open_inside(directory, chunk.file), "rb", buffering=0) as file:
         read_exactly(file.fileno(), memoryview(data), chunk.start, path)
+    if chunk.xxh3 is not None and xxh3_bytes(data) != chunk.xxh3:
+        raise CorruptCheckpoint(
+            f"{path}: the bytes of tensor {JSON_TENSOR!r} changed: their checksum is not {chunk.xxh3}"
+        )
     leaves = load_leaves(bytes(data), f"{path}: tensor {JSON_TENSOR!r}")
     if not all(isinstance(part, dict) for part in leaves.values()):
         raise CorruptCheckpoint(f"{path}: tensor {JSON_TENSOR!r} has no table for each owner")

@@ -131,6 +131,11 @@ def _run_rules(c: RunConfig) -> Iterator[_Broken]:
             ("ckpt.keep_every", "ckpt.interval"),
             "ckpt.keep_every must be a multiple of ckpt.interval: no other steps are saved",
         )
+    if c.ckpt.keep_best and not (c.val.interval and c.ckpt.keep_last):
+        yield _Broken(
+            ("ckpt.keep_best", "val.interval", "ckpt.keep_last"),
+            "ckpt.keep_best needs validation (val.interval), and ckpt.keep_last: without it every checkpoint is kept",
+        )
 
 
 def _step_rules(c: RunConfig, max_steps: int | None) -> Iterator[_Broken]:
@@ -170,7 +175,7 @@ def _schedule_rules(c: RunConfig, max_steps: int | None) -> Iterator[_Broken]:
         )
 
 
-_MUON_KEYS = ("adamw_lr", "nesterov", "adjust_lr", "ns_coefficients", "ns_steps", "implementation")
+_MUON_KEYS = ("adamw_lr", "nesterov", "adjust_lr", "ns_coefficients", "ns_steps")
 
 
 def _optim_rules(c: RunConfig) -> Iterator[_Broken]:

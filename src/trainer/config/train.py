@@ -1,8 +1,8 @@
 """How it is trained: optimizer, schedule, checkpoints, logging."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, create_model
 
 from trainer.config.base import Section
 
@@ -37,8 +37,6 @@ class OptimConfig(Section):
     """Muon: coefficients of the orthogonalisation."""
     ns_steps: PositiveInt = 5
     """Muon: iterations of the orthogonalisation; 5 bring the singular values near enough to 1."""
-    implementation: Literal["own", "dion"] = "own"
-    """Muon: ours, or microsoft/dion's where it is installed; groups and checkpoints are the same."""
     class_path: str | None = None
     """type = "custom": import path of a torch Optimizer, such as "torch.optim.Adafactor"; called with the groups and `lr`."""
     args: tuple[str, ...] = ()
@@ -64,7 +62,23 @@ class SchedulerConfig(Section):
     """Learning rate at the start of the warmup and at the end of the decay."""
 
 
-class CkptConfig(Section):
+# `async` is a word of the language: it can be a key of a table, but not be written as the name of a field.
+_Async: Any = create_model(  # pyright: ignore[reportCallIssue]
+    "_Async",
+    __base__=Section,
+    **{  # pyright: ignore[reportArgumentType]
+        "async": (
+            bool,
+            Field(
+                default=False,
+                description="Copy the state and train on while the copy is written; takes host memory of the state's size.",
+            ),
+        )
+    },
+)
+
+
+class CkptConfig(_Async):
     """When checkpoints are written, and which ones are kept."""
 
     interval: NonNegativeInt = 0
@@ -89,10 +103,12 @@ class CkptConfig(Section):
     """Keep the newest N resumable checkpoints; unset = all."""
     keep_every: PositiveInt | None = None
     """Checkpoints whose step is a multiple of this are kept for good."""
+    keep_best: PositiveInt | None = None
+    """Keep the N resumable checkpoints with the lowest val_loss as well; only steps that validated count."""
     at_end: bool = True
     """Write a checkpoint when training ends, at max_steps or stop_step."""
     verify: Literal["size", "checksum"] = "checksum"
-    """What is checked before a checkpoint is loaded: file sizes, or every byte's xxh3 checksum as well."""
+    """What is checked of a checkpoint that is loaded: file sizes, or every byte's xxh3 checksum as well."""
     export_weights: bool = True
     """Write the final weights as a Hugging Face directory to weights/ when max_steps is reached."""
     skip_optimizer: bool = False
@@ -103,6 +119,11 @@ class CkptConfig(Section):
     """Resume with the data at its beginning."""
     skip_progress: bool = False
     """Resume with step, token and sample counters at zero; needs an output_dir of its own."""
+
+    @property
+    def async_(self) -> bool:
+        """`ckpt.async`."""
+        return getattr(self, "async")
 
 
 class ResumeConfig(Section):

@@ -1,6 +1,7 @@
 """The ranks of a run: who they are, how they agree, and the mesh they form.
 
-Everything works with one process and no process group; then every helper is the plain local thing.
+Everything works with one process and no process group; then every helper is the plain local thing. The helpers use the
+default group, which belongs to the training thread; another thread brings a `group` of its own (`new_group`).
 """
 
 import os
@@ -14,6 +15,7 @@ from trainer.errors import LaunchError, TrainerError
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
@@ -93,29 +95,51 @@ def build_mesh(device_type: str, dp_replicate: int, dp_shard: int, world_size: i
     return init_device_mesh(device_type, (dp_replicate, shard), mesh_dim_names=("replicate", "shard"))
 
 
-def agree(value: T) -> T:
+def new_group() -> "ProcessGroup | None":
+    """Returns a gloo group of all ranks for a thread beside the training, None for a single process; collective.
+
+    Two threads must not share a group: their collectives would meet in another order on each rank.
+    """
+    if not _active():
+        return None
+    import torch.distributed as dist
+
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+    return group
+
+
+def close_group(group: "ProcessGroup | None") -> None:
+    """Ends a group made by `new_group`."""
+    if group is not None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group(group)
+
+
+def agree(value: T, *, group: "ProcessGroup | None" = None) -> T:
     """Returns rank 0's `value` (any picklable object) on every rank."""
     if not _active():
         return value
     import torch.distributed as dist
 
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
 
 
-def gather_objects(value: T) -> list[T]:
+def gather_objects(value: T, *, group: "ProcessGroup | None" = None) -> list[T]:
     """Returns every rank's `value`, in rank order, on every rank."""
     if not _active():
         return [value]
     import torch.distributed as dist
 
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
-def on_main(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+def on_main(function: Callable[..., T], *args: Any, group: "ProcessGroup | None" = None, **kwargs: Any) -> T:
     """Runs `function` on rank 0 and returns its result, or raises its error, on every rank.
 
     Ranks that look at a file system by themselves may see different things; one looks, all follow.
@@ -131,21 +155,21 @@ def on_main(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         except TrainerError as error:
             outcome = (None, error)
         except Exception as error:  # sent to the other ranks as text: not every exception can be pickled
-            agree((None, TrainerError(f"rank 0 failed: {type(error).__name__}: {error}")))
+            agree((None, TrainerError(f"rank 0 failed: {type(error).__name__}: {error}")), group=group)
             raise
-    result, error = agree(outcome)  # rank 0's result, whatever this rank has
+    result, error = agree(outcome, group=group)  # rank 0's result, whatever this rank has
     if error is not None:
         raise error
     return result
 
 
-def raise_together(error: Exception | None, what: str) -> None:
+def raise_together(error: Exception | None, what: str, *, group: "ProcessGroup | None" = None) -> None:
     """Raises on every rank if any rank brings an error: the own one where there is one, else the first other's text."""
     if not _active():
         if error is not None:
             raise error
         return
-    texts = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    texts = gather_objects(None if error is None else f"{type(error).__name__}: {error}", group=group)
     if error is not None:
         raise error
     for rank, text in enumerate(texts):

@@ -5,9 +5,16 @@ so that a test can make the k-th operation fail, or kill the process right befor
 the callers, who know what the file was for, turn them into a ``TrainerError``.
 """
 
+import ctypes
+import errno
+import fcntl
+import mmap
 import os
 import shutil
+import sys
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +25,10 @@ import xxhash
 Hook = Callable[[str, Path], None]
 
 READ_BYTES = 8 << 20  # per read while hashing; large enough for full disk speed, small enough to stay in cache
+PIECE_BYTES = 8 << 20  # per write
+LARGE_BYTES = 2 * PIECE_BYTES  # from here on a file is written past the page cache
+BLOCK_BYTES = 4096  # direct writes begin and end, in memory and in the file, at multiples of this
+_WRITERS = 2  # threads per large file: one piece is on its way to the disk while the next one is handed over
 
 _hook: Hook | None = None  # the package's only mutable global: fault injection has to reach every thread
 
@@ -26,8 +37,8 @@ _hook: Hook | None = None  # the package's only mutable global: fault injection 
 def file_hook(hook: Hook) -> Iterator[None]:
     """Calls `hook(operation, path)` before each operation below while the block runs.
 
-    Operations are "create", "write", "fsync", "mkdir", "rename", "replace", "unlink" and "rmtree". What the hook raises
-    is raised by the operation.
+    Operations are "create", "allocate", "write" (one piece), "fsync", "mkdir", "rename", "replace", "unlink" and
+    "rmtree". What the hook raises is raised by the operation.
     """
     global _hook
     previous, _hook = _hook, hook
@@ -52,43 +63,115 @@ class FileRecord:
 
 
 class DurableFile:
-    """A new file, written front to back and hashed on the way; `finish` puts it on disk.
+    """A new file, written front to back in pieces and hashed on the way; `finish` puts it on disk.
 
-    A context manager: leaving the block closes the file; only `finish` makes it durable.
+    A context manager: leaving the block closes the file; only `finish` makes it durable. What was given to `write` must
+    not change before `finish` returns: large parts are written from where they lie, while the next ones are hashed.
+
+    A large file goes past the page cache (O_DIRECT), two pieces in flight: that leaves the processor to the training,
+    and was 1.3 GB/s where buffered writes made 0.4 to 1.0 on a disk of 1.4 GB/s. File systems that cannot do that get
+    ordinary writes.
 
     Raises:
         FileExistsError: `path` exists; nothing is ever overwritten.
+        OSError: from any method, once a write has failed.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, size_bytes: int = 0):
+        """`size_bytes`: what will be written, as far as it is known; a disk without room for it fails right away."""
         self.path = path
         self._hash = xxhash.xxh3_64()
         self._size_bytes = 0
+        self._direct = False
+        self._pool: ThreadPoolExecutor | None = None
+        self._in_flight: deque[tuple[Future[None], mmap.mmap | None]] = deque()
+        self._free: list[mmap.mmap] = []
+        self._buffer: mmap.mmap | None = None  # the piece that is being filled
+        self._filled = 0
         _announce("create", path)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        if size_bytes >= LARGE_BYTES:
+            try:
+                _announce("allocate", path)
+                _allocate(self._fd, size_bytes)
+                self._direct = _set_direct(self._fd, True)
+                self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="checkpoint-write")
+            except BaseException:
+                self.close()
+                raise
 
     def write(self, data: bytes | memoryview) -> None:
-        _announce("write", self.path)
         view = memoryview(data)
         if view.nbytes == 0:
             return
         view = view.cast("B")
-        for start in range(0, len(view), READ_BYTES):  # hashed and written piece by piece, while it is in cache
-            piece = view[start : start + READ_BYTES]
-            self._hash.update(piece)
-            _write_all(self._fd, piece)
-        self._size_bytes += len(view)
+        while len(view):
+            if (
+                self._filled == 0
+                and len(view) >= PIECE_BYTES
+                and (not self._direct or _address(view) % BLOCK_BYTES == 0)
+            ):
+                self._put(view[:PIECE_BYTES], None)
+                view = view[PIECE_BYTES:]
+                continue
+            if self._buffer is None:
+                self._buffer = self._free.pop() if self._free else mmap.mmap(-1, PIECE_BYTES)
+            count = min(len(view), PIECE_BYTES - self._filled)
+            self._buffer[self._filled : self._filled + count] = view[:count]
+            view, self._filled = view[count:], self._filled + count
+            if self._filled == PIECE_BYTES:
+                self._put_buffer()
 
     def finish(self) -> FileRecord:
         """Syncs the file to disk and returns its size and checksum."""
+        self._put_buffer()
+        self._wait(0)
+        if self._pool is not None:
+            os.ftruncate(self._fd, self._size_bytes)  # the last block was written whole, or less came than was said
         _announce("fsync", self.path)
         os.fsync(self._fd)
         return FileRecord(self._size_bytes, self._hash.hexdigest())
 
     def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)  # before the descriptor's number can be that of another file
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _put_buffer(self) -> None:
+        if self._buffer is not None and self._filled:
+            self._put(memoryview(self._buffer)[: self._filled], self._buffer)
+            self._buffer, self._filled = None, 0
+
+    def _put(self, piece: memoryview, buffer: mmap.mmap | None) -> None:
+        """Hashes and writes the next bytes; `buffer` is the memory that they lie in if it can be used again."""
+        self._hash.update(piece)
+        _announce("write", self.path)
+        position = self._size_bytes
+        self._size_bytes += len(piece)
+        if self._pool is None:
+            _write_at(self._fd, piece, position)
+            if buffer is not None:
+                self._free.append(buffer)
+            return
+        if self._direct and len(piece) % BLOCK_BYTES:  # the end of the file, in the buffer, which has room
+            assert buffer is not None
+            piece = memoryview(buffer)[: -(-len(piece) // BLOCK_BYTES) * BLOCK_BYTES]
+        self._in_flight.append((self._pool.submit(_write_at, self._fd, piece, position), buffer))
+        self._wait(2 * _WRITERS)
+
+    def _wait(self, at_most: int) -> None:
+        """Returns when no more than `at_most` pieces are in flight.
+
+        Raises:
+            OSError: one of them could not be written.
+        """
+        while len(self._in_flight) > at_most:
+            future, buffer = self._in_flight.popleft()
+            future.result()
+            if buffer is not None:
+                self._free.append(buffer)
 
     def __enter__(self) -> Self:
         return self
@@ -97,9 +180,49 @@ class DurableFile:
         self.close()
 
 
-def _write_all(fd: int, view: memoryview) -> None:
+def _write_at(fd: int, view: memoryview, position: int) -> None:
+    again = False
     while len(view):
-        view = view[os.write(fd, view) :]
+        try:
+            count = os.pwrite(fd, view, position)
+        except OSError as error:
+            if error.errno != errno.EINVAL or again:
+                raise
+            _set_direct(fd, False)  # larger blocks are wanted, or a write ended inside one: the page cache takes any
+            again = True
+            continue
+        view, position = view[count:], position + count
+
+
+def _set_direct(fd: int, wanted: bool) -> bool:
+    """Switches O_DIRECT on or off; returns whether that changed something."""
+    flag = getattr(os, "O_DIRECT", 0)
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if not flag or bool(flags & flag) == wanted:
+        return False
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags ^ flag)
+    except OSError:  # this file system has no direct writes
+        return False
+    return True
+
+
+def _allocate(fd: int, size_bytes: int) -> None:
+    """Reserves disk space for the file: a full disk is found before the first byte, and the blocks lie together.
+
+    Not os.posix_fallocate: where a file system cannot reserve, the C library writes into every block instead.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(size_bytes)) != 0:
+        code = ctypes.get_errno()
+        if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise OSError(code, os.strerror(code))
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if not view.readonly else 1
 
 
 def write_new(path: Path, data: bytes) -> FileRecord:
@@ -208,7 +331,7 @@ def xxh3(source: Path | int) -> str:
             os.close(fd)
 
 
-def xxh3_bytes(data: bytes) -> str:
+def xxh3_bytes(data: bytes | bytearray) -> str:
     """Returns the xxh3-64 of `data` as 16 hex digits."""
     return xxhash.xxh3_64_hexdigest(data)
 

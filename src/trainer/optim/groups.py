@@ -72,7 +72,7 @@ def assign(
         if not parameter.requires_grad:
             continue
         role = roles.get(name)
-        if role not in policy:
+        if role is None or role not in policy:
             raise TrainingError(f"parameter {name!r} is claimed by no param group: its role is {role!r}")
         if id(parameter) in claimed:
             raise TrainingError(f"parameter {name!r} is claimed by two param groups (a tied weight under two names?)")

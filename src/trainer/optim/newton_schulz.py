@@ -44,7 +44,8 @@ SMALLEST_NORM = 1e-7
 """Frobenius norm below which a matrix counts as zero: it is divided by this instead of its norm."""
 
 _GRAM_STEPS = 3
-"""Steps between two computations of R; 4 in bfloat16 leave a singular value of 3.6 where 1.2 is right."""
+"""Steps between two computations of R. In bfloat16, for singular values from 1 to 1e-4, the largest is then 1.13 after
+Polar Express, as it should be; it would be 3.0 with 4 steps and 75 with 5."""
 _GRAM_RATIO = 1.5
 """Long side over short side from which the Gram form needs fewer multiplications (5 steps, short side n, ratio r:
 14 n^3 + 4 r n^3 against 5 n^3 + 10 r n^3)."""

@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -35,4 +36,4 @@ class ScheduleLR(LRScheduler):
         self.last_epoch = state_dict["last_epoch"]
         for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = lr
-        self._last_lr = self.get_lr()
+        self._last_lr = list[float | Tensor](self.get_lr())

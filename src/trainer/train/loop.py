@@ -43,6 +43,7 @@ def fit(run: Run) -> None:
                 if not validate(run, row):
                     return
             run.metrics.log(row)
+            run.checkpoints.poll()  # where a save beside the training has failed, the run ends here
             asked = run.requests.agree()
             if asked or run.save_is_due():
                 run.save()
@@ -51,6 +52,7 @@ def fit(run: Run) -> None:
             collect(progress.step)
     if config.ckpt.at_end:
         run.save()  # does nothing if this step was just saved, or is the one resumed from
+    run.checkpoints.wait()
 
 
 def _begin(run: Run) -> bool:
@@ -156,6 +158,7 @@ def validate(run: Run, row: Row) -> bool:
         run.pending.row = row
         return False
     row["val_loss"], row["val_tokens"] = measured
+    run.validated = (run.progress.step, row["val_loss"])
     return True
 
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint.app_state import Stateful
 from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.retention import BEST_METRIC
 from trainer.config.run import RunConfig
 from trainer.core.distributed import World, agree, gather_objects
 from trainer.core.signals import Requests
@@ -38,6 +39,7 @@ class Run:
         weights: owner of the float32 weights, wherever they are.
         validation: this rank's held-out batches, always the same.
         pending: what the checkpoint resumed from left to be finished before the next step.
+        validated: the step of the last validation by this process, and its loss.
     """
 
     config: RunConfig
@@ -61,6 +63,7 @@ class Run:
     max_steps: int
     last_step: int
     resumed_from: int | None
+    validated: tuple[int, float] | None = None
 
     def log_samples(self, batch: GlobalBatch) -> None:
         """Writes the ids that the ranks really trained on, gathered from all of them, in the order of the global batch."""
@@ -77,7 +80,7 @@ class Run:
         return by_micro_step or self.checkpoints.due(step, self.max_steps)
 
     def save(self) -> None:
-        """Commits a checkpoint of the current step."""
+        """Commits a checkpoint of the current step, or with `ckpt.async` begins to."""
         self._save({})
 
     def save_in_cycle(self, micro_step: int, loss_sum: float) -> None:
@@ -105,6 +108,9 @@ class Run:
         self, owners: Mapping[str, Stateful], micro_step: int = 0, pending: Mapping[str, Any] | None = None
     ) -> None:
         self.metrics.sync()  # rows first: after a power cut a checkpoint must not be ahead of metrics.jsonl
+        step, measured = self.progress.step, {}
+        if self.validated is not None and self.validated[0] == step:
+            measured = {BEST_METRIC: self.validated[1]}
         with self.requests.saving(), self.checkpoints.app.joined_by(owners):
-            self.checkpoints.save(self.progress.step, micro_step=micro_step, pending=pending)
+            self.checkpoints.save(step, micro_step=micro_step, pending=pending, metrics=measured)
         self.requests.saved()

@@ -23,7 +23,7 @@ from trainer.data.batch import GlobalBatch
 from trainer.data.build import TrainData, build_data
 from trainer.data.loader import BatchLoader
 from trainer.data.validation import validation_batches
-from trainer.errors import DataError, LaunchError
+from trainer.errors import CorruptCheckpoint, DataError, LaunchError
 from trainer.models.base import CausalLM
 from trainer.models.build import build_model
 from trainer.models.hf import export_hf
@@ -62,8 +62,8 @@ def start(loaded: Loaded[C], loss_function: LossFunction, *, owns_process: bool 
         run_dir = on_main(rundir.prepare, config)
         setup_logging(config.log.level, run_dir / "logs", world.rank)
         with _requests(config, run_dir, world, owns_process) as requests:
-            run = _build(loaded, loss_function, world, device, run_dir, requests)
-            with run.metrics:
+            run = _build_from_sound(loaded, loss_function, world, device, run_dir, requests)
+            with run.metrics, run.checkpoints:
                 try:
                     yield run
                 finally:
@@ -96,7 +96,7 @@ def _requests(config: RunConfig, run_dir: Path, world: World, owns_process: bool
     )
 
 
-def _build(
+def _build_from_sound(
     loaded: Loaded[C],
     loss_function: LossFunction,
     world: World,
@@ -104,10 +104,30 @@ def _build(
     run_dir: Path,
     requests: Requests,
 ) -> Run:
+    """Builds the run. A checkpoint is checked while it is read: where it is damaged, all is built anew on another one."""
+    damaged: dict[Path, str] = {}
+    while True:
+        known = len(damaged)
+        try:
+            return _build(loaded, loss_function, world, device, run_dir, requests, damaged)
+        except CorruptCheckpoint:
+            if len(damaged) == known:  # nothing new: it was asked for by name
+                raise
+
+
+def _build(
+    loaded: Loaded[C],
+    loss_function: LossFunction,
+    world: World,
+    device: torch.device,
+    run_dir: Path,
+    requests: Requests,
+    damaged: dict[Path, str],
+) -> Run:
     config = loaded.config
     state = AppState()  # the owners join below; a checkpoint is chosen before anything expensive is built
     checkpoints = CheckpointManager(run_dir, config.ckpt, state, describe=lambda: _describe(config, state))
-    checkpoint = checkpoints.choose(config.resume) if config.resume is not None else None
+    checkpoint = checkpoints.choose(config.resume, damaged) if config.resume is not None else None
     plan = resume.plan(config, checkpoint.manifest.run["config"]) if checkpoint is not None else ResumePlan()
     config = resume.effective(config, plan)
     run_id = on_main(rundir.write_identity, config, resume.origins(loaded.origins, plan), run_dir)
@@ -152,7 +172,11 @@ def _build(
     }
     pending = Pending(optimizer)
     if checkpoint is not None:
-        _load(checkpoints, checkpoint, plan, pending, cut_of(config, world))
+        try:
+            _load(checkpoints, checkpoint, plan, pending, cut_of(config, world))
+        except CorruptCheckpoint as error:
+            damaged[checkpoint.path] = str(error)
+            raise
         if "lr" not in plan.keep_group_entries and not plan.override_scheduler:
             schedule.check_lr(checkpoint.step)
     else:

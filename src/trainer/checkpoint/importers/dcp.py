@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.dcp import DTYPE_NAMES
 from trainer.checkpoint.importers.torch_files import load_bytes
 from trainer.checkpoint.layout import Chunk, overlap
 from trainer.checkpoint.paths import MAX_TABLE_BYTES, check_plain_name, open_inside, os_errors, read_exactly
-from trainer.checkpoint.storage import DTYPE_NAMES
 from trainer.errors import CheckpointError, CorruptCheckpoint
 
 METADATA = ".metadata"
@@ -132,8 +132,9 @@ class DcpDirectory:
             if not isinstance(name, str):
                 raise CorruptCheckpoint(f"{where}: no name")
             file = check_plain_name(_undotted(getattr(info, "relative_path", None)), where)
-            start, size_bytes = getattr(info, "offset", None), getattr(info, "length", None)
-            if start is None or size_bytes is None or not _counts((start, size_bytes)):
+            start: Any = getattr(info, "offset", None)
+            size_bytes: Any = getattr(info, "length", None)
+            if not _counts((start, size_bytes)):
                 raise CorruptCheckpoint(f"{where}: {size_bytes!r} bytes from {start!r}")
             if getattr(info, "transform_descriptors", None):
                 raise CheckpointError(f"{where}: written through {info.transform_descriptors}, which is not read")

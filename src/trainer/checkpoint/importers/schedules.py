@@ -40,12 +40,12 @@ def schedule_of_torch(state: Mapping[str, Any]) -> Schedule | None:
 
 def flatten_scheduler(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a scheduler's state_dict with the states of the schedulers inside it under "_schedulers.0.T_max"."""
-    inner = state.get("_schedulers")
+    inner: Any = state.get("_schedulers")
     flat = {name: value for name, value in state.items() if name != "_schedulers"}
-    for number, part in enumerate(inner if isinstance(inner, list) else ()):
-        flat |= (
-            {f"_schedulers.{number}.{name}": value for name, value in part.items()} if isinstance(part, dict) else {}
-        )
+    parts: list[Any] = inner if isinstance(inner, list) else []
+    for number, part in enumerate(parts):
+        if isinstance(part, dict):
+            flat |= {f"_schedulers.{number}.{name}": value for name, value in part.items()}
     return flat
 
 
