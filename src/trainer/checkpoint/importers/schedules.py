@@ -31,9 +31,8 @@ def schedule_of_torch(state: Mapping[str, Any]) -> Schedule | None:
     except (TypeError, ValueError, KeyError, IndexError, ArithmeticError) as error:
         raise CheckpointError(f"the saved learning-rate scheduler cannot be read: {error!r}") from error
     if schedule is None:
-        shapes = ", then ".join(_shape(part) for part in parts)
         raise CheckpointError(
-            f"the state's learning rate goes on as {shapes}, which is no schedule of this trainer; let the config's apply "
+            f"the state's learning rate goes on as {_shapes(parts)}, which is no schedule of this trainer; let the config's apply "
             "from here on with --schedule config"
         )
     return schedule
@@ -50,9 +49,9 @@ def flatten_scheduler(state: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _shape(part: Mapping[str, Any]) -> str:
+def _shapes(parts: Sequence[Mapping[str, Any]]) -> str:
     names = ("T_max", "eta_min", "start_factor", "end_factor", "factor", "total_iters")
-    return f"({', '.join(f'{name} {part[name]}' for name in names if name in part)})"
+    return ", then ".join(f"({', '.join(f'{name} {part[name]}' for name in names if name in part)})" for part in parts)
 
 
 def _schedule_of(state: Mapping[str, Any], parts: list[dict[str, Any]]) -> Schedule | None:
