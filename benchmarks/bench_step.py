@@ -21,7 +21,11 @@ def run(options: Options) -> Result:
         with participants(workers, threads=max(options.threads)) as started:
             for threads in options.threads:
                 blocks = interleave(
-                    started, threads=threads, rounds=options.rounds, block_seconds=options.block_seconds
+                    started,
+                    threads=threads,
+                    rounds=options.rounds,
+                    block_seconds=options.block_seconds,
+                    equal_steps=True,
                 )
                 bare, full = (compare(blocks["ours"], blocks[name]) for name in ("bare chunked", "bare full logits"))
                 loss_alone = compare(blocks["bare chunked"], blocks["bare full logits"])

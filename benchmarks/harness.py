@@ -141,26 +141,32 @@ def participants(workers: Mapping[str, Sequence[str]], *, threads: int) -> Itera
 
 
 def interleave(
-    participants: Sequence[Participant], *, threads: int, rounds: int, block_seconds: float
+    participants: Sequence[Participant], *, threads: int, rounds: int, block_seconds: float, equal_steps: bool = False
 ) -> dict[str, list[Block]]:
     """Returns `rounds` blocks of each participant, in the order in which they were measured.
 
     Args:
         block_seconds: length of a block, from which the number of steps follows after a warm-up; 0 = one step.
+        equal_steps: give all blocks the same number of steps, for participants that do the same work.
     """
-    steps = {}
-    for participant in participants:
-        first = participant.block(1, threads)
-        steps[participant.name] = 1
-        if block_seconds:
-            warm_up = min(WARM_UP_STEPS, max(1, round(block_seconds / first.seconds)))
-            each = participant.block(warm_up, threads).seconds / warm_up
-            steps[participant.name] = max(1, round(block_seconds / each))
+    steps = {participant.name: _steps(participant, threads, block_seconds) for participant in participants}
+    if equal_steps:
+        steps = dict.fromkeys(steps, int(statistics.median(steps.values())))
     blocks: dict[str, list[Block]] = {participant.name: [] for participant in participants}
     for number in range(rounds):
         for participant in participants if number % 2 == 0 else reversed(participants):
             blocks[participant.name].append(participant.block(steps[participant.name], threads))
     return blocks
+
+
+def _steps(participant: Participant, threads: int, block_seconds: float) -> int:
+    """Warms a participant up and returns how many of its steps fill a block."""
+    first = participant.block(1, threads)
+    if not block_seconds:
+        return 1
+    warm_up = min(WARM_UP_STEPS, max(1, round(block_seconds / first.seconds)))
+    each = participant.block(warm_up, threads).seconds / warm_up
+    return max(1, round(block_seconds / each))
 
 
 @dataclass(frozen=True)

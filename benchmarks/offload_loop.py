@@ -1,8 +1,14 @@
 """Worker: one optimizer's steps over the parameters of a decoder, with gradients that are there already."""
 
+import ctypes
 import json
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,15 +59,54 @@ def separate(model: Weights, clip: bool) -> Step:
     return _plain_step(torch.optim.AdamW(parameters, lr=1e-4, fused=True), parameters, clip)
 
 
-def offloaded(mode: str, model: Weights, clip: bool) -> Step:
-    """The trainer's optimizer of an offload mode."""
+def traffic(model: Weights, clip: bool) -> Step:
+    """Only the memory traffic of a step with bf16 gradients in and bf16 weights out, 28 bytes a parameter, in one pass."""
+    assert not clip
+    count = sum(parameter.numel() for parameter in model.parameters())
+    floats = [torch.rand(count) for _ in range(3)]
+    halves = [torch.rand(count).bfloat16() for _ in range(2)]
+    kernel = _compile(TRAFFIC)
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (*floats, *halves)]
+    pool = ThreadPoolExecutor()
+
+    def step() -> None:
+        threads = torch.get_num_threads()
+        edges = [ctypes.c_int64(count * part // threads) for part in range(threads + 1)]
+        done = [pool.submit(kernel, *pointers, edges[part], edges[part + 1]) for part in range(1, threads)]
+        kernel(*pointers, edges[0], edges[1])
+        for share in done:
+            share.result()
+
+    return step
+
+
+TRAFFIC = """
+#include <stdint.h>
+void kernel(float *restrict a, float *restrict b, float *restrict c, const uint16_t *restrict in,
+            uint16_t *restrict out, int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) { a[i] += 1; b[i] += 1; c[i] += 1; out[i] = in[i] + 1; }
+}
+"""
+
+
+def _compile(source: str) -> Any:
+    folder = Path(tempfile.mkdtemp(prefix="bench-"))
+    (folder / "kernel.c").write_text(source)
+    command = ["cc", "-O3", "-march=native", "-shared", "-fPIC", "-o", folder / "kernel.so", folder / "kernel.c"]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(folder / "kernel.so")).kernel
+
+
+def offloaded(mode: str, model: Weights, clip: bool, dtype: torch.dtype = torch.float32) -> Step:
+    """The trainer's optimizer of an offload mode; gradients arrive in the compute dtype before the steps."""
     names, parameters = zip(*model.named_parameters(), strict=True)
-    groups = [{"name": "all", "params": list(parameters), "param_names": list(names)}]
-    config = OptimConfig(lr=1e-4)
-    built = build_offload(mode, lambda g: build_optimizer(config, g), groups, model, Owner())  # type: ignore[arg-type]
+    groups = [{"name": "all", "lr": 1e-4, "params": list(parameters), "param_names": list(names)}]
+    built = build_offload(
+        mode, lambda g: build_optimizer(OptimConfig(), g), groups, model, Owner(), compute_dtype=dtype
+    )  # type: ignore[arg-type]
     optimizer = built.optimizer
     assert isinstance(optimizer, OffloadOptimizer)
-    sum((parameter * 1e-3).sum() for parameter in parameters).backward()  # type: ignore[union-attr]
+    sum((parameter * 1e-3).float().sum() for parameter in parameters).backward()  # type: ignore[union-attr]
     for gradient in optimizer.gradients().values():
         gradient.normal_().mul_(1e-3)
     limits = _falling_limits()
@@ -98,6 +143,8 @@ VARIANTS: dict[str, Callable[[Weights, bool], Step]] = {
     "none": separate,
     "optimizer": lambda model, clip: offloaded("optimizer", model, clip),
     "full": lambda model, clip: offloaded("full", model, clip),
+    "full bf16": lambda model, clip: offloaded("full", model, clip, torch.bfloat16),
+    "traffic": traffic,
 }
 
 

@@ -21,6 +21,16 @@ PUBLIC = {
     "CorruptCheckpoint": "trainer.errors",
     "CheckpointMismatch": "trainer.errors",
     "TrainingError": "trainer.errors",
+    "Muon": "trainer.optim.muon",
+    "SignSGD": "trainer.optim.sign_sgd",
+    "Schedule": "trainer.optim.schedule",
+    "ScheduleLR": "trainer.optim.torch_scheduler",
+    "CPUOffloadOptimizer": "trainer.optim.offload.state",
+    "FullCPUOffloadOptimizer": "trainer.optim.offload.full",
+    "OptimizerState": "trainer.optim.state",
+    "AppState": "trainer.checkpoint.app_state",
+    "CheckpointManager": "trainer.checkpoint.manager",
+    "linear_cross_entropy": "trainer.kernels.linear_cross_entropy",
 }
 """Public name -> the module that defines it."""
 

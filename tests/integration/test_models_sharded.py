@@ -163,6 +163,33 @@ def test_an_export_that_cannot_be_written_is_an_error_on_every_rank(tmp_path):
         assert message.startswith("ModelError") and "cannot be written" in message
 
 
+def _export_onto_a_full_disk(model_dir: Path, out_dir: Path) -> str:
+    from trainer.models import hf
+
+    calls = []
+    save_file = hf.save_file
+
+    def fails_on_the_second(*args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError("no space left")
+        save_file(*args, **kwargs)
+
+    hf.save_file = fails_on_the_second
+    try:
+        return _export_into_a_file(model_dir, out_dir)
+    finally:
+        hf.save_file = save_file  # the pool's processes live on
+
+
+def test_a_disk_that_fills_up_is_an_error_on_every_rank_and_leaves_no_export(tmp_path):
+    save_reference(tmp_path / "source")
+    main, other = run_on_ranks(_export_onto_a_full_disk, 2, tmp_path / "source", tmp_path / "out")
+    assert main.startswith("ModelError") and "cannot be written: no space left" in main
+    assert "rank 0" in other and "no space left" in other
+    assert not (tmp_path / "out").exists()
+
+
 def _generated(model_dir: Path) -> list[int]:
     from trainer.models.generate import generate
 

@@ -34,7 +34,7 @@ SHAPES = {
     "one": (1, 8),
 }
 ADAMW = {"embedding": (16, 8), "norm": (8,), "scalar": (1,)}
-FUSED = {"qkv": (16, 8)}
+FUSED = {"qkv": (24, 4)}  # the fused matrices have different learning rates, and shards end inside of them
 STEPS = 3
 
 
@@ -64,7 +64,7 @@ def build(mesh: DeviceMesh | None, dim: int = 0, **options) -> tuple[dict[str, n
 
     groups = [
         group("muon", SHAPES),
-        group("fused", FUSED, split_sizes=(8, 5, 3), adjust_lr="spectral_norm"),
+        group("fused", FUSED, split_sizes=(13, 8, 3), adjust_lr="spectral_norm"),
         group("adamw", ADAMW, algorithm="adamw", lr=0.01),
     ]
     options = {"compute_dtype": "float32", "weight_decay": 0.1} | options

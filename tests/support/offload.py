@@ -81,16 +81,24 @@ class GroupStep(Optimizer):
                 parameter.add_(state["sum"], alpha=-group["lr"] / (1 - 0.9 ** group["step"]))
 
 
+def built(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
+    return build_optimizer(config, [group | {"lr": config.lr, "initial_lr": config.lr} for group in groups])
+
+
 def adamw(groups: list[dict[str, Any]]) -> Optimizer:
-    return build_optimizer(OptimConfig(type="adamw", lr=0.01), groups)
+    return built(OptimConfig(type="adamw", lr=0.01), groups)
 
 
 def sgd(groups: list[dict[str, Any]]) -> Optimizer:
-    return build_optimizer(OptimConfig(type="sgd", lr=0.05), groups)
+    return built(OptimConfig(type="sgd", lr=0.05), groups)
 
 
 def momentum(groups: list[dict[str, Any]]) -> Optimizer:
-    return build_optimizer(OptimConfig(type="sgd", lr=0.05, momentum=0.9), groups)
+    return built(OptimConfig(type="sgd", lr=0.05, momentum=0.9), groups)
+
+
+def sign_sgd(groups: list[dict[str, Any]]) -> Optimizer:
+    return built(OptimConfig(type="sign_sgd", lr=0.01, momentum=0.9), groups)
 
 
 def group_step(groups: list[dict[str, Any]], lazy: bool = False) -> Optimizer:
@@ -115,6 +123,7 @@ FACTORIES: dict[str, Callable[[list[dict[str, Any]]], Optimizer]] = {
     "adamw": adamw,
     "sgd": sgd,
     "momentum": momentum,
+    "sign_sgd": sign_sgd,
     "muon": muon,
     "group_step": group_step,
     "lazy": partial(group_step, lazy=True),

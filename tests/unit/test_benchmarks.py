@@ -93,7 +93,7 @@ def test_results_carry_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_page_is_what_the_results_say():
-    assert sorted(path.stem for path in RESULTS.glob("*.json")) == sorted(NAMES)
+    assert {path.stem for path in RESULTS.glob("*.json")} <= set(NAMES)
     assert report.PAGE.read_text() == report.render(), "run python -m benchmarks.report"
 
 

@@ -134,7 +134,7 @@ def test_errors_are_a_message_and_an_exit_code(monkeypatch: pytest.MonkeyPatch, 
     module = types.ModuleType("trainer.sft.train")
     seen = []
 
-    def run(loaded):
+    def run(loaded, owns_process):
         seen.append(loaded)
         raise CheckpointError("step_00000005: truncated")
 

@@ -28,7 +28,8 @@ def values(shape: Shape) -> st.SearchStrategy[Any]:
         case "bool":
             found = st.booleans()
         case "int":
-            found = st.integers(2, 2**63)
+            highest = [int(limit.removeprefix("<= ")) for limit in shape.limits if limit.startswith("<= ")]
+            found = st.integers(2, min(highest, default=2**63))
         case "float":
             found = st.floats(0, 1, exclude_min=True, exclude_max=True)
         case "choice":

@@ -47,15 +47,15 @@ def test_singular_values_end_near_one():
 
 
 def test_polar_express_covers_its_interval():
-    """Five steps bring all of [1e-3, 1] within 0.15 of 1, where the quintic leaves 0.32."""
+    """Five steps bring all of [1e-3, 1] within 0.15 of 1; the quintic leaves 0.47 at its lower end."""
     values = torch.logspace(-3, 0, 2001, dtype=torch.float64)
     worst = {}
     for name in COEFFICIENTS:
         x = values
         for a, b, c in polynomials(name, 5):
             x = a * x + b * x**3 + c * x**5
-        worst[name] = (x[values > 2e-3] - 1).abs().max().item()
-    assert worst["polar_express"] < 0.25 < worst["quintic"]
+        worst[name] = (x - 1).abs().max().item()
+    assert worst["polar_express"] < 0.15 < 0.5 < worst["quintic"]
 
 
 @pytest.mark.parametrize("coefficients", COEFFICIENTS)
@@ -73,7 +73,8 @@ def test_a_batch_is_its_matrices(monkeypatch):
     batch = matrix(7, 24, 60).to(torch.bfloat16)
     alone = torch.cat([orthogonalize(batch[i : i + 1]) for i in range(len(batch))])
     assert torch.equal(orthogonalize(batch), alone)
-    monkeypatch.setitem(newton_schulz._BATCH_BYTES, "cpu", 2 * batch[0].numel() * batch.element_size())
+    two = 2 * batch[0].numel() * batch.element_size()
+    monkeypatch.setattr(newton_schulz, "_CPU_BATCH_BYTES", two // torch.get_num_threads())
     assert torch.equal(orthogonalize(batch), alone)
 
 
@@ -104,7 +105,7 @@ def test_scale_does_not_matter_above_the_smallest_norm():
 @pytest.mark.parametrize("coefficients", COEFFICIENTS)
 @pytest.mark.parametrize("decay", [1, 2, 4, 8])
 def test_rounding_does_not_run_away_for_ill_conditioned_matrices(decay, coefficients):
-    """Five steps on one Gram matrix in bfloat16 give singular values of 3 to 1700 here."""
+    """Five steps on one Gram matrix in bfloat16 give singular values far above 2 here."""
     left, _, right = torch.linalg.svd(matrix(128, 300), full_matrices=False)
     given = left @ torch.diag(torch.logspace(0, -decay, 128, dtype=torch.float64)) @ right
     result = orthogonalize(given.to(torch.bfloat16)[None], coefficients)[0].double()

@@ -219,6 +219,24 @@ def test_state_may_be_replaced_between_steps():
     assert run.bits() == reference.bits()
 
 
+@pytest.mark.parametrize("transfer", ["auto", "copy"])
+@pytest.mark.parametrize("mode", ["optimizer", "full"])
+def test_state_that_others_add_is_on_the_host_when_it_is_read(mode, transfer):
+    """A load makes the entries that a lazy optimizer does not have yet."""
+    run = Run(mode, "lazy", transfer=transfer, chunk_bytes=300)
+    parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
+    for index, parameter in enumerate(parameters):
+        run.optimizer.state[parameter]["sum"] = torch.full_like(parameter, float(index), requires_grad=False)
+    for index, parameter in enumerate(parameters):
+        assert run.optimizer._arena.owns(run.optimizer.state[parameter]["sum"])
+        assert (run.optimizer.state[parameter]["sum"] == index).all()
+    reference = Run("none", "lazy")
+    for index, parameter in enumerate(p for group in reference.optimizer.param_groups for p in group["params"]):
+        reference.optimizer.state[parameter]["sum"] = torch.full_like(parameter, float(index), requires_grad=False)
+    run.train(2), reference.train(2)
+    assert run.bits() == reference.bits()
+
+
 def test_all_factories_are_chunked_in_these_tests():
     for name in FACTORIES:
         run = Run("optimizer", name, transfer="copy", chunk_bytes=300)

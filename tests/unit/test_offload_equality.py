@@ -138,6 +138,18 @@ def test_clipping_is_seen_by_whoever_reads_gradients_through_the_optimizer():
     assert run.bits() == reference.bits()
 
 
+def test_a_skipped_steps_clipping_is_forgotten():
+    run, reference = Run("full", max_norm=0.01), Run("none", max_norm=0.01)
+    for either in (run, reference):
+        either.backward()
+        either.clip()
+        either.optimizer.zero_grad()
+        either.backward()
+        either.optimizer.step()  # without clipping
+        either.step = 1
+    assert run.bits() == reference.bits()
+
+
 # --- weights from elsewhere -----------------------------------------------------------------------------------------
 
 

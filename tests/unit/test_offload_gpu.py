@@ -121,7 +121,7 @@ def test_copies_have_queues_of_their_own():
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "momentum", "muon", "group_step", "lazy"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "momentum", "sign_sgd", "muon", "group_step", "lazy"])
 def test_state_on_the_host_has_the_same_bits(optimizer, max_norm):
     run = run_of("optimizer", optimizer, accumulate=3, max_norm=max_norm)
     reference = run_of("none", optimizer, accumulate=3, max_norm=max_norm)

@@ -250,6 +250,22 @@ def test_full_leaves_the_callers_groups_alone():
     assert [[id(parameter) for parameter in group["params"]] for group in groups] == before
 
 
+def test_full_does_not_share_gradients_with_a_second_optimizer():
+    """The second one would never see a gradient, and train nothing without a word."""
+    run = Run("full")
+    with pytest.raises(TrainingError, match="close"):
+        build_offload("full", group_step, groups_of(run.model), run.model, ModelState(run.model))
+    run.optimizer.close()
+    run.backward()
+    assert run.model.first.weight.grad is not None
+    run.model.zero_grad()
+    second = build_offload("full", group_step, groups_of(run.model), run.model, ModelState(run.model))
+    run.backward()
+    assert set(second.optimizer.gradients()) == set(groups_of(run.model)[0]["param_names"]) | {
+        "first.bias", "second.bias", "gain"
+    }  # fmt: skip
+
+
 def test_sgd_of_a_single_tensor_needs_no_names():
     parameter = nn.Parameter(torch.ones(3))
     optimizer = CPUOffloadOptimizer(SGD([parameter], lr=0.5, momentum=0.9), transfer="copy")

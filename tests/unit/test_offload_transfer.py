@@ -11,6 +11,7 @@ from trainer.core.transfer import HostArena, Lanes
 from trainer.errors import LaunchError
 from trainer.optim.offload.base import named_parameters
 from trainer.optim.offload.full import FullCPUOffloadOptimizer
+from trainer.optim.offload.gradients import HostGradients
 from trainer.optim.offload.hosting import StateOnHost
 from trainer.optim.offload.masters import HostMasters
 from trainer.optim.offload.state import CPUOffloadOptimizer
@@ -167,10 +168,104 @@ def test_empty_tensors_pass():
     assert [t.tolist() for t in tensors] == [[], [2, 2], [], [2, 2, 2]]
 
 
+# --- gradients on their way -----------------------------------------------------------------------------------------
+
+
+def leaving(lanes: Lanes) -> tuple[nn.Parameter, nn.Parameter, HostGradients]:
+    parameter, master = nn.Parameter(torch.zeros(6, 6)), nn.Parameter(torch.zeros(6, 6))
+    gradients = HostGradients(HostArena(CPU, block_bytes=4096), CPU, copies=True, slot_bytes=40, lanes=lanes)
+    gradients.watch(parameter, master)
+    return parameter, master, gradients
+
+
+def test_gradients_of_any_layout_are_added_in_order():
+    """One that cannot be sent in pieces must not overtake, or be overwritten by, one that is still on its way."""
+    weights = torch.arange(36.0).view(6, 6)
+    for seed in range(20):
+        parameter, master, gradients = leaving(SimulatedDevice(seed))
+        (parameter * weights).sum().backward()
+        parameter.grad = torch.full((6, 12), 100.0)[:, ::2]
+        gradients._leave(parameter)
+        (parameter * weights).sum().backward()
+        gradients.finish()
+        assert master.grad is not None and torch.equal(master.grad, 2 * weights + 100)
+        assert parameter.grad is None
+
+
+def test_a_first_gradient_is_taken_as_it_is():
+    """0 + -0.0 would be 0.0, and what the last step left in the sum must be gone."""
+    parameter, master, gradients = leaving(SimulatedDevice(0))
+    for value in (3.0, -0.0):
+        master.grad = None
+        (parameter * value).sum().backward()
+        gradients.finish()
+        assert master.grad is not None and (master.grad == value).all()
+    assert torch.signbit(master.grad).all()  # type: ignore[arg-type]
+
+
+def test_a_gradient_leaves_when_it_has_been_computed():
+    for seed in range(20):
+        lanes = SimulatedDevice(seed, queued_computation=True)
+        parameter, master, gradients = leaving(lanes)
+        parameter.grad = gradient = torch.zeros(6, 6)
+        lanes.compute.run(lambda gradient=gradient: gradient.fill_(7.0))  # still queued when the hook runs
+        gradients._leave(parameter)
+        gradients.finish()
+        assert master.grad is not None and (master.grad == 7).all(), seed
+
+
+def weights_seen(seed: int, staged: bool) -> list[float]:
+    """What a computation reads before and after three refreshes, whose copies are queued as it is."""
+    lanes, seen = SimulatedDevice(seed, queued_computation=True), []
+    weight = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    masters = HostMasters([("w", weight)], HostArena(CPU, block_bytes=4096), copies=True, lanes=lanes)
+    for value in (2.0, 3.0, 4.0):
+        lanes.compute.run(lambda: seen.append(weight[0].item()))
+        with torch.no_grad():
+            masters.synchronize()
+            masters.masters["w"].fill_(value)
+        if staged:
+            places = masters.stage(["w"])
+            places["w"].fill_(value)
+            masters.send(places)
+        else:
+            masters.refresh(["w"])
+    lanes.compute.run(lambda: seen.append(weight[0].item()))
+    lanes.compute.mark().synchronize()
+    return seen
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_new_weights_arrive_after_the_old_ones_were_read_and_before_the_next_use(staged):
+    assert [weights_seen(seed, staged) for seed in range(30)] == [[1.0, 2.0, 3.0, 4.0]] * 30
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_slot_is_not_written_before_it_was_sent(staged):
+    """More weights than slots, one after the other; nobody waits in between."""
+    for seed in range(30):
+        lanes = SimulatedDevice(seed, queued_computation=True)
+        weights = {f"w{index}": nn.Parameter(torch.zeros(8, dtype=torch.bfloat16)) for index in range(5)}
+        masters = HostMasters(
+            weights.items(), HostArena(CPU, block_bytes=4096), copies=True, slot_bytes=16, lanes=lanes
+        )
+        for index, name in enumerate(weights):
+            with torch.no_grad():
+                masters.masters[name].fill_(index + 1)
+            if staged:
+                places = masters.stage([name])
+                places[name].fill_(index + 1)
+                masters.send(places)
+            else:
+                masters.refresh([name])
+        masters.synchronize()
+        assert [weight[0].item() for weight in weights.values()] == [1, 2, 3, 4, 5], seed
+
+
 # --- whole steps in any order ---------------------------------------------------------------------------------------
 
 
-def simulated(mode: str, dtype: torch.dtype, lanes: Lanes) -> Run:
+def simulated(mode: str, dtype: torch.dtype, lanes: Lanes, slot_bytes: int = 64) -> Run:
     run = Run("none", accumulate=2, max_norm=0.5)
     run.model.compute_dtype = dtype
     if mode == "optimizer":
@@ -178,7 +273,7 @@ def simulated(mode: str, dtype: torch.dtype, lanes: Lanes) -> Run:
         return run
     arena = HostArena(CPU, block_bytes=4096)
     masters = HostMasters(
-        run.model.named_parameters(), arena, copies=True, compute_dtype=dtype, slot_bytes=64, lanes=lanes
+        run.model.named_parameters(), arena, copies=True, compute_dtype=dtype, slot_bytes=slot_bytes, lanes=lanes
     )
     masters.cast_model(run.model)
     run.optimizer = FullCPUOffloadOptimizer(
@@ -195,15 +290,16 @@ def results(run: Run) -> dict[str, list]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["optimizer", "full"])
-def test_steps_are_right_whatever_the_copies_do(mode):
+@pytest.mark.parametrize(("mode", "slot_bytes"), [("optimizer", 0), ("full", 64), ("full", 512)])
+def test_steps_are_right_whatever_the_copies_do(mode, slot_bytes):
+    """Slots of 64 bytes take a weight in pieces, slots of 512 a chunk at a time."""
     dtype = torch.bfloat16 if mode == "full" else torch.float32
     reference = Run("none", dtype=dtype, accumulate=2, max_norm=0.5)
     norms = reference.train(3)
     wanted = results(reference)
     weights = {name: parameter.to(dtype).tolist() for name, parameter in reference.model.named_parameters()}
     for seed in range(8):
-        run = simulated(mode, dtype, SimulatedDevice(seed))
+        run = simulated(mode, dtype, SimulatedDevice(seed), slot_bytes)
         assert run.train(3) == norms, seed
         assert results(run) == wanted, seed
         for name, parameter in run.model.named_parameters():

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from trainer.config.train import OptimConfig
-from trainer.errors import CheckpointMismatch, TrainingError
+from trainer.errors import CheckpointMismatch, ConfigError, TrainingError
 from trainer.models.roles import parameter_roles
-from trainer.optim.build import build_optimizer
+from trainer.optim.build import build_groups, build_optimizer
 from trainer.optim.groups import decay_groups
+from trainer.optim.sign_sgd import SignSGD
 from trainer.optim.state import OptimizerState
 
 
@@ -31,9 +32,7 @@ def make(config: OptimConfig | None = None, model: nn.Module | None = None):
     model = model or Tiny()
     config = config or OptimConfig(lr=0.01, weight_decay=0.1)
     roles = parameter_roles(model, head=model.get_submodule("output"))
-    return model, build_optimizer(
-        config, decay_groups(model.named_parameters(), roles, weight_decay=config.weight_decay)
-    )
+    return model, build_optimizer(config, build_groups(config, model.named_parameters(), roles))
 
 
 def train(model, optimizer, steps: int, start: int = 0):
@@ -62,11 +61,25 @@ def test_decay_policy_claims_every_parameter_once():
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("decay", "kept"),
+    [("matrices", ["wte.weight", "norm.weight", "norm.bias", "hidden.bias"]), ("all", None)]
+    + [("weights", ["norm.weight", "norm.bias", "hidden.bias"])],
+)
+def test_what_decays_is_a_choice(decay, kept):
+    """ "weights" is the rule of the Hugging Face Trainer, "all" that of one group for everything."""
+    _, optimizer = make(OptimConfig(lr=0.01, weight_decay=0.1, decay=decay))
+    groups = {group["name"]: group for group in optimizer.param_groups}
+    assert groups["decay"]["weight_decay"] == 0.1
+    assert groups.get("no_decay", {"param_names": None})["param_names"] == kept
+    assert sum(len(group["params"]) for group in groups.values()) == 6
+
+
 def test_unclaimed_and_twice_claimed_parameters_are_errors():
     model = Tiny()
     named = list(model.named_parameters())
     roles = parameter_roles(model)
-    with pytest.raises(TrainingError, match=r"'extra'.*no param group"):
+    with pytest.raises(TrainingError, match=r"'extra' is claimed by no param group"):
         decay_groups([*named, ("extra", nn.Parameter(torch.zeros(2)))], roles, weight_decay=0.0)
     with pytest.raises(TrainingError, match="two param groups"):
         decay_groups([*named, ("hidden.weight", model.hidden.weight)], roles, weight_decay=0.0)
@@ -155,6 +168,25 @@ def test_changed_membership_names_the_parameters_that_moved():
         OptimizerState(optimizer).load_state_dict(saved)
 
 
+def test_regroup_takes_each_parameters_own_entries_and_refuses_two_values():
+    _, optimizer = make()
+    saved = copy.deepcopy(OptimizerState(optimizer).state_dict())
+    decay, no_decay = saved["groups"]
+    no_decay["param_names"].remove("hidden.bias")
+    split = {"name": "bias", "param_names": ["hidden.bias"], "entries": copy.deepcopy(no_decay["entries"])}
+    saved["groups"].append(split)
+    for group in saved["groups"]:
+        group["entries"]["lr"] = 0.125
+    with pytest.raises(CheckpointMismatch, match="--resume.regroup"):
+        OptimizerState(optimizer).load_state_dict(saved)
+    OptimizerState(optimizer, regroup=True).load_state_dict(saved)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
+    split["entries"]["lr"] = 0.5
+    with pytest.raises(CheckpointMismatch, match=r"'no_decay'.*different 'lr' \('no_decay': 0.125, 'bias': 0.5\)"):
+        OptimizerState(optimizer, regroup=True).load_state_dict(saved)
+    OptimizerState(optimizer, regroup=True, keep=frozenset({"lr"})).load_state_dict(saved)
+
+
 def test_overridden_entries_keep_the_configs_value():
     _, optimizer = make()
     saved = copy.deepcopy(OptimizerState(optimizer).state_dict())
@@ -173,3 +205,77 @@ def test_entry_that_the_checkpoint_lacks_keeps_its_live_value():
     del saved["groups"][0]["entries"]["eps"]
     OptimizerState(optimizer).load_state_dict(saved)
     assert optimizer.param_groups[0]["eps"] == 1e-8
+
+
+def test_muon_groups_are_told_by_module_types():
+    """G4: hidden matrices to Muon; embedding, head, norms and biases to AdamW, whatever they are called. G7: two lrs."""
+    _, optimizer = make(OptimConfig(type="muon", lr=0.02, adamw_lr=3e-4, weight_decay=0.1))
+    groups = {group["name"]: group for group in optimizer.param_groups}
+    assert groups["muon"]["param_names"] == ["hidden.weight"]
+    assert groups["adamw_decay"]["param_names"] == ["output.weight"]
+    assert groups["adamw"]["param_names"] == ["wte.weight", "norm.weight", "norm.bias", "hidden.bias"]
+    assert {name: group["initial_lr"] for name, group in groups.items()} == {
+        "muon": 0.02,
+        "adamw_decay": 3e-4,
+        "adamw": 3e-4,
+    }
+
+
+def test_sign_sgd_by_hand():
+    weight = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+    plain = SignSGD([weight], lr=0.1, weight_decay=0.5)
+    weight.grad = torch.tensor([0.3, -7.0, 0.0])
+    plain.step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([0.95 - 0.1, -1.9 + 0.1, 2.85]))
+    with_momentum = SignSGD([weight], lr=0.1, momentum=0.9)
+    before = weight.detach().clone()
+    with_momentum.step()
+    weight.grad = torch.tensor([-0.1, -7.0, 0.0])  # too small to turn the momentum of the first element
+    with_momentum.step()
+    torch.testing.assert_close(weight.detach(), before + torch.tensor([-0.2, 0.2, 0.0]))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OptimConfig(type="muon", lr=0.02, adamw_lr=3e-3),
+        OptimConfig(type="sign_sgd", lr=1e-3, momentum=0.9),
+        OptimConfig(type="custom", lr=1e-3, class_path="torch.optim.Adamax"),
+        OptimConfig(type="custom", lr=1e-3, class_path="torch.optim.RMSprop", args=("momentum=0.9", "centered=true")),
+    ],
+    ids=lambda config: config.class_path or config.type,
+)
+def test_every_optimizer_continues_bit_for_bit(config, tmp_path):
+    """Through a real checkpoint, optimizers of torch that make their state only in the first step included."""
+    from trainer.checkpoint.app_state import AppState
+    from trainer.checkpoint.storage import save_tensors
+    from trainer.models.state import ModelState
+
+    model, optimizer = make(config)
+    train(model, optimizer, 3)
+    tmp_path.mkdir(exist_ok=True)
+    save_tensors(tmp_path, AppState(model=ModelState(model), optimizer=OptimizerState(optimizer)).state_dict())
+    train(model, optimizer, 2, start=3)
+
+    def resumed(skip: set[str]) -> bool:
+        other, fresh = make(config)
+        AppState(model=ModelState(other), optimizer=OptimizerState(fresh)).load(tmp_path, skip=skip)
+        train(other, fresh, 2, start=3)
+        return all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
+
+    assert resumed(skip=set())
+    assert not resumed(skip={"optimizer"})
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"class_path": "torch.optim.NoSuch"}, "torch.optim.NoSuch.*cannot be imported"),
+        ({"class_path": "torch.optim.SGD", "args": ("momentum",)}, "there is no '='"),
+        ({"class_path": "torch.optim.SGD", "args": ("momentum=much",)}, "is not JSON"),
+        ({"class_path": "torch.optim.SGD", "args": ("nonsense=1",)}, "does not take these arguments"),
+    ],
+)
+def test_a_custom_optimizer_that_cannot_be_made_is_a_config_error(entries, message):
+    with pytest.raises(ConfigError, match=message):
+        make(OptimConfig(type="custom", **entries))

@@ -5,6 +5,8 @@ An *owner* is an object with
 * ``state_dict() -> dict``: a pure read. Tensor and DTensor leaves are live references (loading writes into them);
   other leaves are what `leaves` can carry. Tensors lie in dicts, never in lists.
 * ``load_state_dict(state)``: the same shape. Its tensors are the live ones, already filled.
+* optionally ``make_room(saved)``: called before a load with {"key.key": (dtype, shape)} of what the checkpoint holds for
+  it, to make tensors that it otherwise makes later;
 * optionally ``verify_ignore``: a set of entry names that belong to this run and not to the checkpoint (such as
   "fused"), which the comparison after a load passes over at any depth;
 * optionally ``verify(saved) -> list[str]``: replaces that comparison; `saved` is what the checkpoint holds for the
@@ -12,8 +14,9 @@ An *owner* is an object with
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.dcp import DTYPE_NAMES
+from trainer.checkpoint.dcp import DTYPE_NAMES, DTYPES
 from trainer.checkpoint.layout import Layout, owner_of
 from trainer.checkpoint.leaves import compare_leaves, dump_leaves, load_leaves
 from trainer.checkpoint.storage import load_tensors
@@ -54,7 +57,16 @@ class AppState:
     """The owners of a run's state by name: ``AppState(model=..., optimizer=..., progress=..., data=...)``."""
 
     def __init__(self, **owners: Stateful):
-        self.owners = owners
+        self.owners: dict[str, Stateful] = dict(owners)
+
+    @contextmanager
+    def joined_by(self, owners: Mapping[str, Stateful]) -> Iterator[None]:
+        """Inside, `owners` belong to the state too; one whose name is taken stands in for that owner."""
+        own, self.owners = self.owners, {**self.owners, **owners}
+        try:
+            yield
+        finally:
+            self.owners = own
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns flat names ("owner.key.key") -> live tensors of any dtype, device and placement, and "json".
@@ -122,6 +134,7 @@ class AppState:
         if unknown:
             raise CheckpointError(f"asked to skip {', '.join(unknown)}, but the state has {', '.join(self.owners)}")
         layout, saved = on_main(read_tables, directory)
+        attempt("making room for the checkpoint's state", lambda: self._make_room(layout, skip))
         parts = attempt("reading the live state", lambda: self._parts(skip))
         flat = _flatten(parts)
         attempt(
@@ -135,6 +148,14 @@ class AppState:
 
         attempt("loading", hand_over)
         attempt("verifying the loaded state", lambda: self.verify(saved, parts))
+
+    def _make_room(self, layout: Layout, skip: AbstractSet[str]) -> None:
+        for name, owner in self.owners.items():
+            make_room = getattr(owner, "make_room", None)
+            if make_room is not None and name not in skip:
+                prefix = f"{name}."
+                entries = {flat: entry for flat, entry in layout.items() if flat.startswith(prefix)}
+                make_room({flat.removeprefix(prefix): (DTYPES[e.dtype], e.shape) for flat, e in entries.items()})
 
     def verify(self, saved: Mapping[str, Mapping[str, Any]], loaded: Mapping[str, OwnerState]) -> None:
         """Reads every loaded owner back and compares it with the checkpoint.

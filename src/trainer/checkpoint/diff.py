@@ -119,7 +119,7 @@ def _tensor_difference(name: str, a: Contents, b: Contents) -> str:
     if count == 0:
         return ""
     text = f"{count} of {math.prod(left.shape)} elements differ"
-    a_values, b_values = _values(a_bits[unequal], left.dtype), _values(b_bits[unequal], left.dtype)
+    a_values, b_values = float_values(a_bits[unequal], left.dtype), float_values(b_bits[unequal], left.dtype)
     if a_values is None or b_values is None:
         return text
     finite = np.isfinite(a_values) & np.isfinite(b_values)
@@ -128,7 +128,7 @@ def _tensor_difference(name: str, a: Contents, b: Contents) -> str:
     return text if finite.all() else f"{text}, {np.count_nonzero(~finite)} not finite"
 
 
-def _values(bits: np.ndarray, dtype: str) -> np.ndarray | None:
+def float_values(bits: np.ndarray, dtype: str) -> np.ndarray | None:
     """Returns the numbers that `bits` stand for as float64; None for the 8-bit floats, which numpy does not know."""
     if dtype == "BF16":
         return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from trainer.checkpoint.importers.recognise import recognise
 from trainer.checkpoint.manifest import Manifest, check_sizes, read_manifest
 from trainer.checkpoint.paths import (
     CHECKPOINTS,
@@ -30,6 +31,8 @@ class Status(StrEnum):
     """Whole, and a run can go on from it."""
     NOT_RESUMABLE = "not resumable"
     """Whole, but its writer marked it as no place to go on from."""
+    MID_CYCLE = "mid-cycle"
+    """Whole, but taken between two updates without the gradients so far."""
     INCOMPLETE = "incomplete"
     """Never committed, or on its way out."""
     CORRUPT = "corrupt"
@@ -38,6 +41,10 @@ class Status(StrEnum):
     """Set aside when the run went back to an older step."""
     FOREIGN = "foreign"
     """Not written by this trainer, or by a newer version of it."""
+
+
+WHOLE = frozenset({Status.COMMITTED, Status.NOT_RESUMABLE, Status.MID_CYCLE})
+"""Statuses of what was committed and is as it was."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ def discover(checkpoints: Path, *, superseded: bool = False) -> list[Candidate]:
     names = {entry.name for entry in entries}
     found = [_inspect(entry, names) for entry in entries if entry.name != SUPERSEDED]
     for candidate in (_inspect(entry, set()) for entry in aside):
-        if candidate.status in (Status.COMMITTED, Status.NOT_RESUMABLE):
+        if candidate.status in WHOLE:
             reason = "the run was resumed from an older step"
             candidate = Candidate(candidate.path, candidate.step, Status.SUPERSEDED, reason, candidate.manifest)
         found.append(candidate)
@@ -144,6 +151,12 @@ def inspect_step(path: Path, step: int | None = None) -> Candidate:
         return Candidate(path, manifest.step, Status.CORRUPT, str(error), manifest)
     if not manifest.resumable:
         return Candidate(path, manifest.step, Status.NOT_RESUMABLE, manifest.reason, manifest)
+    if manifest.micro_step != (manifest.pending or {}).get("micro_step", 0):
+        reason = (
+            f"taken after micro-step {manifest.micro_step} of a cycle, without the gradients so far: going on from it "
+            "would lose these micro-batches or train on them twice"
+        )
+        return Candidate(path, manifest.step, Status.MID_CYCLE, reason, manifest)
     return Candidate(path, manifest.step, Status.COMMITTED, "", manifest)
 
 
@@ -153,12 +166,9 @@ def _why_foreign(path: Path) -> str:
         names = {entry.name for entry in os.scandir(path)}
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    if ".metadata" in names or any(name.endswith(".distcp") for name in names):
-        return "a torch.distributed.checkpoint directory that another trainer wrote"
-    if "trainer_state.json" in names:
-        return "a checkpoint of the Hugging Face Trainer"
-    if "config.json" in names or any(name.endswith(".index.json") for name in names):
-        return "a model directory: weights only"
+    recognised = recognise(path)
+    if recognised is not None and not all(is_our_file(name) for name in names):
+        return recognised.reason
     others = sorted(name for name in names if not is_our_file(name))
     return f"it has no {MANIFEST}, and files that this trainer never writes: {', '.join(others[:3])}" if others else ""
 

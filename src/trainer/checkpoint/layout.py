@@ -8,16 +8,20 @@ each chunk its box (offsets, sizes) and place (file, first byte, bytes). This mo
 
 import json
 import math
+import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.paths import METADATA, check_plain_name, read_inside
+from trainer.checkpoint.paths import METADATA, check_plain_name, open_inside, read_inside
 from trainer.errors import CheckpointError, CorruptCheckpoint
 
 LAYOUT_FORMAT = 1
 ALIGNMENT_BYTES = 4096  # where the data of a file starts; entries follow by falling element size, so each is aligned
+
+_MAX_COMPARISONS = 10_000_000  # of chunks of one tensor; 4,000 ranks that shard columns need 8 million
 
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
@@ -110,11 +114,40 @@ def read_layout(directory: Path) -> Layout:
     """Reads and checks `metadata.json`.
 
     Raises:
-        CorruptCheckpoint: it is missing, malformed, names a file outside the directory, or its chunks do not fill
-            their tensor.
+        CorruptCheckpoint: it is missing, malformed, names a file outside the directory, its chunks do not fill their
+            tensor, or lie outside their file or over each other.
         CheckpointError: it was written by a newer version of this trainer.
     """
-    return parse_layout(read_inside(directory, METADATA), str(directory / METADATA))
+    layout = parse_layout(read_inside(directory, METADATA), str(directory / METADATA))
+    check_places(directory, layout)
+    return layout
+
+
+def check_places(directory: Path, layout: Layout) -> None:
+    """Holds every chunk's place against the file it names, so that no table makes anybody ask for memory in vain.
+
+    Raises:
+        CorruptCheckpoint: a file is missing, a chunk reaches beyond its file's end, or two share a byte.
+    """
+    places: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+    for name, tensor in layout.items():
+        for chunk in tensor.chunks:
+            if chunk.size_bytes:
+                places[chunk.file].append((chunk.start, chunk.start + chunk.size_bytes, name))
+    for file, ranges in places.items():
+        fd = open_inside(directory, file)
+        try:
+            file_bytes = os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+        end, before = 0, ""
+        for start, stop, name in sorted(ranges):
+            where = f"{directory / METADATA}: tensor {name!r}"
+            if stop > file_bytes:
+                raise CorruptCheckpoint(f"{where} ends at byte {stop} of {file}, which has {file_bytes}")
+            if start < end:
+                raise CorruptCheckpoint(f"{where} shares bytes of {file} with tensor {before!r}")
+            end, before = stop, name
 
 
 def parse_layout(data: bytes, where: str) -> Layout:
@@ -149,7 +182,7 @@ def _parse_tensor(entry: Any, where: str) -> TensorLayout:
                 f"{where}: chunk at {chunk.offsets} of sizes {chunk.sizes} in {chunk.size_bytes} bytes does not fit "
                 f"{tensor.dtype} {shape}"
             )
-    if sum(chunk.size_bytes for chunk in tensor.chunks) != tensor.size_bytes or _overlap(tensor.chunks):
+    if sum(chunk.size_bytes for chunk in tensor.chunks) != tensor.size_bytes or overlap(tensor.chunks):
         raise CorruptCheckpoint(f"{where}: its chunks do not fill its shape {shape} exactly once")
     return tensor
 
@@ -174,14 +207,21 @@ def _numbers(value: Any, where: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _overlap(chunks: Sequence[Chunk]) -> bool:
-    """Whether two chunks share an element; sorted by the first dimension, so that shards of rows cost n log n."""
+def overlap(chunks: Sequence[Chunk]) -> bool:
+    """Whether two chunks share an element; sorted by the first dimension, so that shards of rows cost n log n.
+
+    Chunks that cost more comparisons than any mesh of ranks makes count as overlapping: a table must not cost hours.
+    """
+    comparisons = 0
     boxes = sorted((chunk for chunk in chunks if chunk.size_bytes), key=lambda chunk: chunk.offsets)
     open_boxes: list[Chunk] = []
     for box in boxes:
         if not box.offsets:
             return len(boxes) > 1
         open_boxes = [other for other in open_boxes if other.offsets[0] + other.sizes[0] > box.offsets[0]]
+        comparisons += len(open_boxes)
+        if comparisons > _MAX_COMPARISONS:
+            return True
         for other in open_boxes:
             pairs = zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)
             if all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in pairs):

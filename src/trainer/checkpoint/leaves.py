@@ -8,11 +8,14 @@ as a numpy number or an enum, has no place in a checkpoint.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 from trainer.errors import CheckpointError, CorruptCheckpoint
+
+MAX_DEPTH = 100
+"""Tables and lists inside each other; far more than any state has, far less than Python's recursion allows."""
 
 _TUPLE, _FLOAT = "__tuple__", "__float__"
 
@@ -33,12 +36,32 @@ def load_leaves(data: bytes, where: str) -> dict[str, Any]:
         CorruptCheckpoint: `data` is no such document.
     """
     try:
-        leaves = _decode(json.loads(data), where)
+        document = json.loads(data)
+        check_depth(document, where)
+        leaves = _decode(document, where)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{where} is not JSON: {error}") from error
     if not isinstance(leaves, dict):
         raise CorruptCheckpoint(f"{where} holds {type(leaves).__name__}, expected a table")
     return leaves
+
+
+def check_depth(document: Any, where: str) -> None:
+    """Checks that parsed JSON is not nested so deeply that walking through it would exhaust the stack.
+
+    Raises:
+        CorruptCheckpoint: it is.
+    """
+    level = [document]
+    for _ in range(MAX_DEPTH):
+        level = [item for value in level for item in _items(value) if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise CorruptCheckpoint(f"{where} is nested more than {MAX_DEPTH} levels deep; no checkpoint of this trainer is")
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _encode(value: Any, key: str) -> Any:

@@ -22,6 +22,7 @@ from trainer.checkpoint.app_state import AppState, attempt
 from trainer.checkpoint.background import BackgroundWriter
 from trainer.checkpoint.dcp import DTYPE_NAMES
 from trainer.checkpoint.discovery import Candidate, Checkpoint, Status, discover, inspect_step, locate, newest_first
+from trainer.checkpoint.finite import first_nonfinite
 from trainer.checkpoint.leaves import load_leaves
 from trainer.checkpoint.manifest import Manifest, check_bytes
 from trainer.checkpoint.paths import CHECKPOINTS, SUPERSEDED, is_shard, step_name
@@ -30,7 +31,7 @@ from trainer.checkpoint.staging import Shard, Stager
 from trainer.checkpoint.storage import global_bytes
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.tables import JSON_TENSOR
-from trainer.core.distributed import on_main, world_from_env
+from trainer.core.distributed import gather_objects, on_main, world_from_env
 from trainer.core.files import FileRecord
 from trainer.core.log import logger
 from trainer.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
@@ -61,13 +62,15 @@ class CheckpointManager:
         self._writer: BackgroundWriter | None = None  # made by the first save with `ckpt.async`
         self._writing: int | None = None  # the step that it was given last
         self._parent: Mapping[str, Any] | None = None
-        self._on_disk: Path | None = None  # the checkpoint that holds the state as of now, if there is one
+        # The checkpoint that holds the state as of now, if there is one; its micro-step; and what is pending in it.
+        self._on_disk: tuple[Path, int, Mapping[str, Any] | None] | None = None
         self._tidied = False
 
     def due(self, step: int, max_steps: int) -> bool:
-        """Whether a checkpoint is due after `step` updates: each `ckpt.interval`, and at the end if `ckpt.at_end`."""
+        """Whether a checkpoint is due after `step` updates: each `ckpt.interval`, `ckpt.at`, and the end."""
         interval = self.config.interval
-        return (interval > 0 and step > 0 and step % interval == 0) or (self.config.at_end and step == max_steps)
+        by_interval = interval > 0 and step > 0 and step % interval == 0
+        return by_interval or step in self.config.at or (self.config.at_end and step == max_steps)
 
     # -- save ----------------------------------------------------------------------------------------------------------
 
@@ -78,6 +81,7 @@ class CheckpointManager:
         resumable: bool = True,
         reason: str = "",
         micro_step: int = 0,
+        pending: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> Path:
         """Writes the state after `step` updates, then removes what retention no longer wants. Returns its directory.
@@ -87,7 +91,9 @@ class CheckpointManager:
 
         The step that was last saved or loaded, and so is on disk as it is in memory, is not written again.
 
-        resumable, reason: a state to look at and not to go on from (say, with non-finite weights), and why.
+        resumable, reason: a state to look at and not to go on from, and why. One whose weights are not finite never is
+            resumable.
+        micro_step, pending: of a state with more in it than that of the boundary; see Manifest.
         metrics: what was measured at this step, for `ckpt.keep_best`.
 
         Raises:
@@ -95,7 +101,7 @@ class CheckpointManager:
                 still there.
         """
         final = self.store.directory / step_name(step)
-        if self._on_disk == final:
+        if self._is_on_disk(final, pending):
             return final
         self.wait()
         self._tidy_once()
@@ -103,12 +109,16 @@ class CheckpointManager:
         state = self.app.state_dict()
         self._check_step(step, state)
         self.app.check_agreement(state)
+        if (found := next(filter(None, gather_objects(first_nonfinite(state, "model"))), None)) is not None:
+            resumable, reason = False, f"{found} has a value that is not finite"
+            logger.error(f"step {step}: {reason}; the checkpoint is written and never resumed from")
         shard, run = attempt("preparing the save", lambda: (self._stager.stage(state), self._description()))
         dtypes = Counter(DTYPE_NAMES[tensor.dtype] for tensor in state.values())
         manifest = Manifest(
             step=step,
             files={},
             micro_step=micro_step,
+            pending=pending,
             resumable=resumable,
             reason=reason,
             metrics={name: value for name, value in (metrics or {}).items() if math.isfinite(value)},
@@ -128,7 +138,7 @@ class CheckpointManager:
             )
         else:
             write(None)
-        self._on_disk = final if resumable else None
+        self._on_disk = (final, micro_step, pending) if resumable else None
         return final
 
     def _description(self) -> Mapping[str, Any]:
@@ -194,6 +204,12 @@ class CheckpointManager:
             if kind is None:
                 raise
             logger.error("{}", failure)
+
+    def _is_on_disk(self, path: Path, pending: Mapping[str, Any] | None) -> bool:
+        if self._on_disk is None or self._on_disk[0] != path:
+            return False
+        _, micro_step, there = self._on_disk
+        return pending == there or (pending is None and micro_step > 0)  # with more in it than is asked for
 
     def check_space(self) -> None:
         """Checks before the first step that a checkpoint of this state fits on the disk.
@@ -314,7 +330,8 @@ class CheckpointManager:
             }
             return
         self._parent = checkpoint.manifest.parent
-        self._on_disk = None if skip else checkpoint.path
+        manifest = checkpoint.manifest
+        self._on_disk = None if skip else (checkpoint.path, manifest.micro_step, manifest.pending)
         on_main(self._supersede, checkpoint.step)
 
     def _supersede(self, step: int) -> None:

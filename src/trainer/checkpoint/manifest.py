@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.leaves import check_depth
 from trainer.checkpoint.paths import MANIFEST, check_plain_name, open_inside, os_errors, read_inside
 from trainer.core.files import FileRecord, xxh3, xxh3_bytes
 from trainer.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
@@ -29,6 +30,8 @@ class Manifest:
     """Every other file of the directory: plain name -> size and xxh3-64."""
     micro_step: int = 0
     """Micro-steps done of the accumulation cycle; 0 = at a boundary."""
+    pending: Mapping[str, Any] | None = None
+    """What is beside the state of the boundary: a cycle's gradients, or a row of metrics. None = nothing (JSON)."""
     resumable: bool = True
     reason: str = ""
     """Why not, where it is not resumable."""
@@ -94,9 +97,29 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
             check_plain_name(name, where): FileRecord(int(record["size_bytes"]), str(record["xxh3"]))
             for name, record in body["files"].items()
         }
-        return Manifest(**{**body, "files": files})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        check_depth(body, where)
+        return _checked(Manifest(**{**body, "files": files}))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise CorruptCheckpoint(f"{where} is damaged: {error}") from error
+
+
+def _checked(manifest: Manifest) -> Manifest:
+    """Returns it if its entries have the types that everybody relies on; raises TypeError naming the first."""
+    counts = {"step": manifest.step, "micro_step": manifest.micro_step, "world_size": manifest.world_size}
+    for name, value in counts.items():
+        if type(value) is not int or value < 0:
+            raise TypeError(f"{name} is {value!r}, no count")
+    tables = {"run": manifest.run, "versions": manifest.versions, "dtypes": manifest.dtypes}
+    for name, value in {**tables, "parent": manifest.parent or {}, "pending": manifest.pending or {}}.items():
+        if not isinstance(value, dict):
+            raise TypeError(f"{name} is {value!r}, no table")
+    texts = {"reason": manifest.reason, "created": manifest.created}
+    for name, value in texts.items():
+        if not isinstance(value, str):
+            raise TypeError(f"{name} is {value!r}, no text")
+    if type(manifest.resumable) is not bool:
+        raise TypeError(f"resumable is {manifest.resumable!r}, neither true nor false")
+    return manifest
 
 
 def read_manifest(directory: Path) -> Manifest:

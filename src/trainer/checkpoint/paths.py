@@ -16,6 +16,9 @@ LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
 SUPERSEDED = "superseded"
 
+MAX_TABLE_BYTES = 512 << 20
+"""Largest JSON file of a checkpoint that is read: a thousand ranks of a thousand tensors need less."""
+
 _STEP = re.compile(r"step_(\d{8,})")
 _TEMPORARY = re.compile(r"step_\d{8,}\.tmp-[0-9a-f]+")
 _REMOVED = re.compile(r"step_\d{8,}\.removed-[0-9a-f]+")
@@ -101,8 +104,15 @@ def open_inside(directory: Path, name: str) -> int:
 
 
 def read_inside(directory: Path, name: str) -> bytes:
-    """Returns all bytes of a file of a checkpoint, opened as `open_inside` does."""
+    """Returns all bytes of a small file of a checkpoint, opened as `open_inside` does.
+
+    Raises:
+        CorruptCheckpoint: as `open_inside`, or it is larger than any JSON file of a checkpoint.
+    """
     with os.fdopen(open_inside(directory, name), "rb") as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        if size_bytes > MAX_TABLE_BYTES:
+            raise CorruptCheckpoint(f"{directory / name} has {size_bytes} bytes; at most {MAX_TABLE_BYTES} are read")
         try:
             return file.read()
         except OSError as error:

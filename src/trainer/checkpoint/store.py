@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.checkpoint.dcp import lost_each_other
-from trainer.checkpoint.discovery import Status, discover, inspect_step
+from trainer.checkpoint.discovery import WHOLE, Status, discover, inspect_step
 from trainer.checkpoint.manifest import Manifest, check_sizes, dump_manifest
 from trainer.checkpoint.paths import (
     LOCK,
@@ -193,7 +193,7 @@ class CheckpointStore:
             path, name = candidate.path, candidate.path.name
             replaced = replaced_step_of(name)
             with os_errors(f"cannot clear up {path}"):
-                if replaced is not None and candidate.status in (Status.COMMITTED, Status.NOT_RESUMABLE):
+                if replaced is not None and candidate.status in WHOLE:
                     files.rename(path, self.directory / step_name(replaced))
                     done.append(f"{name} put back as {step_name(replaced)}: writing it anew was interrupted")
                 elif candidate.status is not Status.INCOMPLETE or (is_temporary(name) and _is_locked(path)):

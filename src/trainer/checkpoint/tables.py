@@ -5,7 +5,7 @@ from typing import Any
 
 from trainer.checkpoint.layout import Layout, read_layout
 from trainer.checkpoint.leaves import load_leaves
-from trainer.checkpoint.paths import open_inside, os_errors, read_exactly
+from trainer.checkpoint.paths import MAX_TABLE_BYTES, open_inside, os_errors, read_exactly
 from trainer.core.files import xxh3_bytes
 from trainer.errors import CorruptCheckpoint
 
@@ -24,6 +24,10 @@ def read_tables(directory: Path) -> tuple[Layout, dict[str, dict[str, Any]]]:
     if table is None or table.dtype != "U8" or len(table.chunks) != 1:
         raise CorruptCheckpoint(f"{directory} has no tensor {JSON_TENSOR!r} with the counters and group entries")
     chunk = table.chunks[0]
+    if chunk.size_bytes > MAX_TABLE_BYTES:
+        raise CorruptCheckpoint(
+            f"{directory}: tensor {JSON_TENSOR!r} has {chunk.size_bytes} bytes, too many to be true"
+        )
     path, data = directory / chunk.file, bytearray(chunk.size_bytes)
     with os_errors(f"cannot read {path}"), open(open_inside(directory, chunk.file), "rb", buffering=0) as file:
         read_exactly(file.fileno(), memoryview(data), chunk.start, path)

@@ -1,4 +1,7 @@
-"""`trainer ckpt ls | show | diff`: look at checkpoints without loading them. None of it imports torch."""
+"""`trainer ckpt ls | show | diff`: look at checkpoints without loading them. None of it imports torch.
+
+The other subcommands are in `ckpt_tools` and `ckpt_import`.
+"""
 
 import argparse
 import json
@@ -8,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.cli.ckpt_common import console, pick, print_json, size
+from trainer.cli.ckpt_tools import add_parsers
 from trainer.errors import CheckpointError, TrainerError
 
 if TYPE_CHECKING:
@@ -15,17 +20,26 @@ if TYPE_CHECKING:
 
 DIFFERENT, FAILED = 1, 2  # exit codes besides 0
 
-_STYLES = {"committed": "green", "not resumable": "yellow", "superseded": "dim", "corrupt": "red"}
+_STYLES = {
+    "committed": "green",
+    "not resumable": "yellow",
+    "mid-cycle": "yellow",
+    "superseded": "dim",
+    "corrupt": "red",
+}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `trainer ckpt` with the arguments after "ckpt"; returns 0, 1 (`diff`: they differ) or 2 (error)."""
+    """Runs `trainer ckpt` with the arguments after "ckpt"; returns 0, 1 (`diff`, `verify`: not so) or 2 (error)."""
     try:
+        if argv[:1] == ["import"]:  # its flags are those of a config
+            from trainer.cli.ckpt_import import main as import_main
+
+            return import_main(list(argv[1:]))
         arguments = _parser().parse_args(argv)
+        return arguments.run(arguments)
     except SystemExit as stop:  # --help or a usage error, already printed
         return int(stop.code or 0)
-    try:
-        return arguments.run(arguments)
     except TrainerError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
@@ -35,7 +49,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="trainer ckpt", description="Look at checkpoints.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="trainer ckpt", description="Look at and work on checkpoints.", allow_abbrev=False
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     ls = commands.add_parser("ls", help="list the checkpoints of a run, with what is wrong where one is not whole")
@@ -58,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("--all", action="store_true", help="print every difference")
     diff.add_argument("--json", action="store_true", help="print JSON, with every difference")
     diff.set_defaults(run=_diff)
+    add_parsers(commands)
     return parser
 
 
@@ -75,7 +92,7 @@ def _ls(arguments: argparse.Namespace) -> int:
         raise CheckpointError(f"{arguments.run_dir} is a single checkpoint; `trainer ckpt show` shows it")
     candidates = discover(directory, superseded=True)
     if arguments.json:
-        _print_json([_row(candidate, directory) for candidate in candidates])
+        print_json([_row(candidate, directory) for candidate in candidates])
         return 0
     if not candidates:
         print(f"{directory}: no checkpoints")
@@ -90,13 +107,13 @@ def _ls(arguments: argparse.Namespace) -> int:
         table.add_row(
             "" if row["step"] is None else str(row["step"]),
             Text(row["status"], style=_STYLES.get(row["status"], "")),
-            _size(manifest.size_bytes) if manifest else "",
+            size(manifest.size_bytes) if manifest else "",
             str(manifest.world_size) if manifest else "",
             manifest.created if manifest else "",
             row["directory"],
             Text(row["reason"], style="dim"),
         )
-    _console().print(table)
+    console().print(table)
     return 0
 
 
@@ -117,7 +134,7 @@ def _show(arguments: argparse.Namespace) -> int:
     from trainer.checkpoint.leaves import dump_leaves, flatten_leaves
     from trainer.checkpoint.tables import JSON_TENSOR, read_tables
 
-    checkpoint = _pick(arguments.path)
+    checkpoint = pick(arguments.path)
     layout, leaves = read_tables(checkpoint.path)
     manifest = checkpoint.manifest
     tensors = {
@@ -127,23 +144,25 @@ def _show(arguments: argparse.Namespace) -> int:
     }
     if arguments.json:
         state = json.loads(dump_leaves(leaves))  # infinities and NaN tagged: JSON has none
-        _print_json({"path": str(checkpoint.path), "manifest": asdict(manifest), "state": state, "tensors": tensors})
+        print_json({"path": str(checkpoint.path), "manifest": asdict(manifest), "state": state, "tensors": tensors})
         return 0
     versions = manifest.versions
     print(checkpoint.path)
     print(
-        f"step {manifest.step}, {_size(manifest.size_bytes)} in {len(manifest.files)} files, "
+        f"step {manifest.step}, {size(manifest.size_bytes)} in {len(manifest.files)} files, "
         f"written by {manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
     )
     print(f"created {manifest.created} by trainer {versions.get('trainer')}, torch {versions.get('torch')}")
     print("resumable" if manifest.resumable else f"not resumable: {manifest.reason}")
+    if manifest.micro_step:
+        print(f"in the middle of step {manifest.step + 1}: {manifest.micro_step} micro-steps done")
     if manifest.parent:
         print(f"forked from step {manifest.parent.get('step')} of {manifest.parent.get('path')}")
     limit = None if arguments.all else 12
     for owner, state in leaves.items():
         own = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0] == owner}
         entries = [(key, value) for key, value in flatten_leaves(_without_names(state), owner) if key != owner]
-        print(f"\n{owner}: {len(own)} tensors, {_size(sum(t['bytes'] for t in own.values()))}; {len(entries)} entries")
+        print(f"\n{owner}: {len(own)} tensors, {size(sum(t['bytes'] for t in own.values()))}; {len(entries)} entries")
         lines = [f"  {key} = {value!r}" for key, value in entries]
         lines += [f"  {name}  {tensor['dtype']} {tensor['shape']}" for name, tensor in own.items()]
         _print_some(lines, limit)
@@ -164,10 +183,10 @@ def _without_names(value: Any) -> Any:
 def _diff(arguments: argparse.Namespace) -> int:
     from trainer.checkpoint.diff import differences, open_contents
 
-    a, b = open_contents(_pick(arguments.a).path), open_contents(_pick(arguments.b).path)
+    a, b = open_contents(pick(arguments.a).path), open_contents(pick(arguments.b).path)
     found = list(differences(a, b))
     if arguments.json:
-        _print_json({"a": str(a.directory), "b": str(b.directory), "differences": [asdict(d) for d in found]})
+        print_json({"a": str(a.directory), "b": str(b.directory), "differences": [asdict(d) for d in found]})
         return DIFFERENT if found else 0
     print(f"A {a.directory}\nB {b.directory}")
     if not found:
@@ -181,48 +200,8 @@ def _diff(arguments: argparse.Namespace) -> int:
     return DIFFERENT
 
 
-def _pick(path: str):
-    """Returns the checkpoint at a path: itself, or of a run its newest whole one.
-
-    Raises:
-        CheckpointError: there is none, or it is not whole.
-    """
-    from trainer.checkpoint.discovery import Status, discover, inspect_step, locate, newest_first
-
-    directory, is_run = locate(path)
-    if not is_run:
-        candidate = inspect_step(directory)
-        if candidate.status not in (Status.COMMITTED, Status.NOT_RESUMABLE):
-            raise CheckpointError(f"{path} is {candidate.status}: {candidate.reason}")
-        return candidate.checkpoint()
-    for candidate in newest_first(discover(directory)):
-        if candidate.status in (Status.COMMITTED, Status.NOT_RESUMABLE):
-            return candidate.checkpoint()
-    raise CheckpointError(f"{directory} has no whole checkpoint; `trainer ckpt ls {path}` shows what is there")
-
-
 def _print_some(lines: Sequence[str], limit: int | None) -> None:
     for line in lines[:limit]:
         print(line)
     if limit is not None and len(lines) > limit:
         print(f"  ... and {len(lines) - limit} more; --all prints them")
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
-
-
-def _console():
-    from rich.console import Console
-
-    # Where the output is no terminal, nothing is cut: a table is as wide as it needs to be.
-    return Console() if sys.stdout.isatty() else Console(width=10_000, soft_wrap=True)
-
-
-def _size(size_bytes: int) -> str:
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"

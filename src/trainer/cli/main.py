@@ -15,7 +15,10 @@ trainer: SFT training for language models, with exact resumes
                                              the same on several devices
   trainer config @ run.toml                  print the resolved config and where each value comes from
   trainer config --schema                    print the JSON schema of a config
-  trainer ckpt ls|show|diff ...              look at checkpoints
+  trainer check resume @ run.toml            kill and resume your own config, compare with a run that never stopped
+  trainer ckpt ls|show|diff|verify ...       look at checkpoints
+  trainer ckpt prune|export|repair|import ...
+                                             thin out, hand on and mend them, bring in those of other trainers
   trainer plot RUN...                        curves of one or more runs as PNG
 
 A config is made of files and flags: "trainer sft @ a.toml @ b.toml --optim.lr 1e-4". Later files win over earlier
@@ -30,7 +33,7 @@ RANK_GRACE_SECONDS = 3.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand and return the exit code: 0, a TrainerError's ``exit_code``, 130 after Ctrl-C."""
+    """Run one subcommand and return the exit code: 0, a TrainerError's ``exit_code``, 143 after SIGTERM, 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         return _dispatch(argv)
@@ -72,6 +75,10 @@ def _dispatch(argv: list[str]) -> int:
             from trainer.cli.ckpt import main as ckpt
 
             return ckpt(rest) or 0
+        case "check":
+            from trainer.cli.check import main as check
+
+            return check(rest)
         case "plot":
             from trainer.cli.plot import main as plot
 
@@ -79,7 +86,7 @@ def _dispatch(argv: list[str]) -> int:
     if not command:
         print(USAGE, end="", file=sys.stderr)
         return 2
-    raise ConfigError(f"trainer has no command {command!r}; it has sft, config, ckpt and plot (trainer --help)")
+    raise ConfigError(f"trainer has no command {command!r}; it has sft, config, check, ckpt and plot (trainer --help)")
 
 
 def _sft(argv: list[str]) -> int:
@@ -96,7 +103,7 @@ def _sft(argv: list[str]) -> int:
 
     from trainer.sft.train import run
 
-    return run(loaded) or 0
+    return run(loaded, owns_process=True)
 
 
 def _print_error(error: TrainerError) -> None:

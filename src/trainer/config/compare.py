@@ -21,10 +21,26 @@ _CHECKPOINT = (
     "optim.type",
     "optim.lr",
     "optim.weight_decay",
+    "optim.decay",
     "optim.betas",
     "optim.eps",
     "optim.momentum",
+    "optim.adamw_lr",
+    "optim.nesterov",
+    "optim.adjust_lr",
+    "optim.ns_coefficients",
+    "optim.ns_steps",
+    "optim.class_path",
+    "optim.args",
     "scheduler",
+)
+_START = (
+    "resume",
+    "overwrite",
+    "ckpt.skip_optimizer",
+    "ckpt.skip_scheduler",
+    "ckpt.skip_dataloader",
+    "ckpt.skip_progress",
 )
 _CONFLICT = (
     "seed",
@@ -62,12 +78,12 @@ def differences(saved: RunConfig, current: RunConfig, override: Iterable[str] = 
     """Every key whose value differs, in the order of the config, and whose value a resume uses.
 
     ``override`` is ``resume.override``. A table that only one side has is compared by its keys, with None for the other
-    side. `resume` itself and `overwrite` describe one start, not the run: left out.
+    side. `resume` itself, `overwrite` and `ckpt.skip_*` describe one start, not the run: left out.
     """
     before, now = _flat(saved), _flat(current)
     found = []
     for key in dict.fromkeys([*before, *now]):
-        if before.get(key) != now.get(key) and not _within(key, ("resume", "overwrite")):
+        if before.get(key) != now.get(key) and not _within(key, _START):
             found.append(Difference(key, before.get(key), now.get(key), _winner(key, tuple(override))))
     return found
 

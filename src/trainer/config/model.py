@@ -22,6 +22,8 @@ class ModelConfig(Section):
     """Initialise from `seed` instead of loading weights; only config.json (and the tokenizer) is read then."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute dtype of forward and backward. Master weights, gradients and reductions are always float32."""
+    offload: Literal["none", "optimizer", "full"] = "optimizer"
+    """In host memory: nothing, the optimizer's state, or float32 masters and gradients as well. Never changes a result."""
     attention: Literal["auto", "sdpa", "varlen"] = "auto"
     """"sdpa" runs everywhere; "varlen" is the GPU path for packed rows; "auto" takes varlen where it can."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"

@@ -79,6 +79,17 @@ def check_steps(config: RunConfig, max_steps: int) -> None:
         raise config_error(problems)
 
 
+def check_schedule(config: RunConfig, steps: int, what: str) -> None:
+    """The rules about the schedule for a length that only a launch knows.
+
+    Raises:
+        ConfigError: it does not fit into ``steps``, the steps that are ``what``.
+    """
+    problems = [Problem("", f"{broken.text} ({steps} steps are {what})") for broken in _schedule_rules(config, steps)]
+    if problems:
+        raise config_error(problems)
+
+
 class _Broken(NamedTuple):
     keys: tuple[str, ...]
     """The fields that the rule joins; shown with their values and origins."""
@@ -114,7 +125,8 @@ def _run_rules(c: RunConfig) -> Iterator[_Broken]:
             ("model.attention", "runtime.device"),
             'varlen attention needs a GPU: use model.attention = "auto" or "sdpa"',
         )
-    if c.ckpt.keep_every and c.ckpt.interval and c.ckpt.keep_every % c.ckpt.interval:
+    only_interval = not (c.ckpt.micro_interval or c.ckpt.minutes or c.ckpt.at)
+    if c.ckpt.keep_every and c.ckpt.interval and only_interval and c.ckpt.keep_every % c.ckpt.interval:
         yield _Broken(
             ("ckpt.keep_every", "ckpt.interval"),
             "ckpt.keep_every must be a multiple of ckpt.interval: no other steps are saved",
@@ -127,6 +139,19 @@ def _run_rules(c: RunConfig) -> Iterator[_Broken]:
 
 
 def _step_rules(c: RunConfig, max_steps: int | None) -> Iterator[_Broken]:
+    yield from _schedule_rules(c, max_steps)
+    if max_steps is None:
+        return
+    if c.stop_step is not None and c.stop_step > max_steps:
+        yield _Broken(
+            ("stop_step", "max_steps"),
+            "stop_step lies behind the end of the run: lower it, or unset it to train to max_steps",
+        )
+    if any(step > max_steps for step in c.ckpt.at):
+        yield _Broken(("ckpt.at", "max_steps"), "ckpt.at names a step behind the end of the run: leave it out")
+
+
+def _schedule_rules(c: RunConfig, max_steps: int | None) -> Iterator[_Broken]:
     s = c.scheduler
     if s.decay_steps is not None and s.type != "linear":
         yield _Broken(
@@ -148,26 +173,63 @@ def _step_rules(c: RunConfig, max_steps: int | None) -> Iterator[_Broken]:
             ("scheduler.warmup_steps", "scheduler.decay_steps", "max_steps"),
             f"warmup and decay take {s.warmup_steps + decay_steps} steps, more than the run has: lower one or raise max_steps",
         )
-    if c.stop_step is not None and c.stop_step > max_steps:
-        yield _Broken(
-            ("stop_step", "max_steps"),
-            "stop_step lies behind the end of the run: lower it, or unset it to train to max_steps",
-        )
+
+
+_MUON_KEYS = ("adamw_lr", "nesterov", "adjust_lr", "ns_coefficients", "ns_steps")
 
 
 def _optim_rules(c: RunConfig) -> Iterator[_Broken]:
-    defaults = OptimConfig()
-    if c.optim.type == "adamw" and c.optim.momentum != defaults.momentum:
+    optim, defaults = c.optim, OptimConfig()
+    if optim.type == "adamw" and optim.momentum is not None:
         yield _Broken(
             ("optim.momentum", "optim.type"), 'optim.momentum belongs to optim.type = "sgd"; adamw has optim.betas'
         )
-    if c.optim.type == "sgd" and c.optim.betas != defaults.betas:
+    if optim.type in ("sgd", "sign_sgd") and optim.betas != defaults.betas:
         yield _Broken(
-            ("optim.betas", "optim.type"), 'optim.betas belong to optim.type = "adamw"; sgd has optim.momentum'
+            ("optim.betas", "optim.type"),
+            f'optim.betas belong to optim.type = "adamw"; {optim.type} has optim.momentum',
+        )
+    if optim.type != "muon":
+        for name in _MUON_KEYS:
+            if getattr(optim, name) != getattr(defaults, name):
+                yield _Broken((f"optim.{name}", "optim.type"), f'optim.{name} belongs to optim.type = "muon"')
+    if (optim.type == "custom") != (optim.class_path is not None):
+        yield _Broken(
+            ("optim.type", "optim.class_path"), 'optim.class_path and optim.type = "custom" go together: set both'
+        )
+    if optim.args and optim.type != "custom":
+        yield _Broken(("optim.args", "optim.type"), 'optim.args belong to optim.type = "custom"')
+    if c.scheduler.decay_shape != "linear" and c.scheduler.type != "linear":
+        yield _Broken(
+            ("scheduler.decay_shape", "scheduler.type"), 'scheduler.decay_shape belongs to scheduler.type = "linear"'
+        )
+
+
+SKIPS = ("skip_optimizer", "skip_scheduler", "skip_dataloader", "skip_progress")
+"""Fields of [ckpt] that leave a part of the checkpoint out of a resume."""
+
+
+def _skip_rules(c: RunConfig) -> Iterator[_Broken]:
+    keys = tuple(f"ckpt.{name}" for name in SKIPS if getattr(c.ckpt, name))
+    if not keys:
+        return
+    if c.resume is None:
+        yield _Broken(keys, f"{keys[0]} leaves something out of a resume, and this is none: add --resume, or drop it")
+    elif c.resume.if_exists:
+        yield _Broken(
+            (*keys, "resume.if_exists"),
+            f"with resume.if_exists every further start would leave it out again: give {keys[0]} once, with --resume",
+        )
+    if c.ckpt.skip_progress and c.resume and not is_fork(c):
+        yield _Broken(
+            ("ckpt.skip_progress", "resume.dir", "output_dir"),
+            "skip_progress counts from step 0 again, and in the same directory the run's old, higher steps would pass "
+            "for newer ones: name the old run in resume.dir and set another output_dir",
         )
 
 
 def _resume_rules(c: RunConfig) -> Iterator[_Broken]:
+    yield from _skip_rules(c)
     if c.resume is None:
         return
     source = c.resume.dir
@@ -185,6 +247,12 @@ def _resume_rules(c: RunConfig) -> Iterator[_Broken]:
         key = tuple(name.split("."))
         if lookup(type(c), key) is None:
             yield _Broken(("resume.override",), f"resume.override names {name}: {no_such_key(type(c), key)}")
+
+
+def is_fork(config: RunConfig) -> bool:
+    """Whether the run begins from another run's checkpoint, in a directory of its own."""
+    source = config.resume.dir if config.resume else None
+    return source is not None and not _inside(source, config.output_dir)
 
 
 def _inside(path: str, directory: str) -> bool:

@@ -46,6 +46,18 @@ def configure(device: "torch.device", *, threads: int, deterministic: bool, worl
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
+def seed_generators(seed: int) -> None:
+    """Seeds torch's default generators of the CPU and of the GPU in use.
+
+    torch.manual_seed does so too, but asks every backend there is: 168 us against 2 us on CPU, once per micro-step.
+    """
+    import torch
+
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+
+
 def pins_memory(device: "torch.device") -> bool:
     """Whether host memory must be page-locked for fast copies to `device`."""
     return device.type == "cuda"

@@ -104,7 +104,9 @@ def new_group() -> "ProcessGroup | None":
         return None
     import torch.distributed as dist
 
-    return dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+    return group
 
 
 def close_group(group: "ProcessGroup | None") -> None:

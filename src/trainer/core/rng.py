@@ -44,9 +44,10 @@ def seed_micro_step(seed: int, step: int, micro_step: int, rank: int) -> None:
     import random
 
     import numpy as np
-    import torch
+
+    from trainer.core.device import seed_generators
 
     value = derive_seed(seed, "micro_step", step, micro_step, rank)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
-    torch.manual_seed(value)
+    seed_generators(value)

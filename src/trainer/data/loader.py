@@ -16,6 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.config.data import DataConfig
 from trainer.core.log import logger
+from trainer.core.signals import ignore_in_worker
 from trainer.data.batch import BatchSpec, GlobalBatch, HostBatch, assemble, split_rows
 from trainer.data.corpus import Corpus, Int64
 from trainer.data.epoch import EpochPlan, plan_epoch
@@ -170,8 +171,9 @@ class BatchLoader:
             _Rows(corpus, config.pack), self._sampler, config.num_workers, pin_memory
         )
         self._iterator: Iterator[tuple[HostBatch, Cursor]] | None = None
-        self._cursor = Cursor()
+        self._cursor = self._before = Cursor()
         self._changed: set[str] = set()
+        self._rows: dict[int, int] = {}
         self._warn_of_absent_sources()
 
     def next_batch(self) -> GlobalBatch:
@@ -185,6 +187,7 @@ class BatchLoader:
         try:
             if self._iterator is None:
                 self._iterator = iter(self._loader)
+            self._before = self._cursor
             batch, self._cursor = next(self._iterator)
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
@@ -195,7 +198,14 @@ class BatchLoader:
     def state_dict(self) -> dict[str, Any]:
         """Returns the place after the last returned batch and what the order depends on; JSON-able, of constant size,
         and the same on every rank."""
-        return {"version": 1, "cursor": asdict(self._cursor), "order": self._sequence.order()}
+        return self._state(self._cursor)
+
+    def state_before(self) -> dict[str, Any]:
+        """Returns the state as it was before the last batch was taken: loaded, that batch comes again."""
+        return self._state(self._before)
+
+    def _state(self, cursor: Cursor) -> dict[str, Any]:
+        return {"version": 1, "cursor": asdict(cursor), "order": self._sequence.order()}
 
     def load_state_dict(self, state: dict[str, Any], allow: Collection[str] | None = None) -> None:
         """Continues after the last batch of the loader that `state` is from.
@@ -228,7 +238,7 @@ class BatchLoader:
             cursor = Cursor(cursor.batch, *place)
         elif changed - _KEEPS_ROWS:
             cursor = Cursor(cursor.batch, cursor.epoch)
-        self._cursor = self._sampler.start = cursor
+        self._cursor = self._before = self._sampler.start = cursor
         self._changed = changed
 
     def verify(self, saved: dict[str, Any]) -> list[str]:
@@ -241,14 +251,18 @@ class BatchLoader:
     def batches_in_epochs(self, epochs: int) -> int:
         """Returns how many batches pass over the first `epochs` epochs; a last one that runs on (carry) counts."""
         size = self._sequence.config.batch_size
-        varies = self._sequence.weights is not None and self._sequence.config.pack
-        first = len(
-            self._sequence.plan(0)
-        )  # without weights only the order changes, and packing depends on lengths alone
-        rows = [len(self._sequence.plan(epoch)) if varies else first for epoch in range(epochs)]
+        rows = [self.rows_in_epoch(epoch) for epoch in range(epochs)]
         if self._sequence.config.epoch_end == "flush":
             return sum(-(-count // size) for count in rows)
         return -(-sum(rows) // size)
+
+    def rows_in_epoch(self, epoch: int) -> int:
+        """Returns the number of rows of an epoch."""
+        if epoch not in self._rows:
+            # without weights only the order changes, and packing depends on lengths alone
+            varies = self._sequence.weights is not None and self._sequence.config.pack
+            self._rows[epoch] = len(self._sequence.plan(epoch)) if varies or epoch == 0 else self.rows_in_epoch(0)
+        return self._rows[epoch]
 
     def close(self) -> None:
         """Ends the loader processes."""
@@ -302,6 +316,7 @@ def _loader(rows: _Rows, sampler: _Sampler, num_workers: int, pin_memory: bool) 
             pin_memory=pin_memory,
             generator=torch.Generator(),  # else starting the loader would advance torch's global generator
             snapshot_every_n_steps=NEVER,
+            worker_init_fn=ignore_in_worker,
         )
 
 

@@ -21,7 +21,13 @@ from trainer.models.state import persistent_tensors
 
 
 def build_model(
-    config: ModelConfig, *, mesh: DeviceMesh | None, device: torch.device, seed: int, vocab_size: int = 0
+    config: ModelConfig,
+    *,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    seed: int,
+    vocab_size: int = 0,
+    values: bool = True,
 ) -> CausalLM:
     """Returns the model with float32 parameters on `device`, sharded over `mesh` (None: a single process).
 
@@ -35,6 +41,8 @@ def build_model(
         seed: of random initial values (`random_init`, and added vocabulary rows).
         vocab_size: token ids that the tokenizer can produce. Where the model has fewer rows, its embedding and output
             grow to this number: old rows are kept, new ones drawn from `seed`.
+        values: False leaves the weights as the memory was, for a checkpoint that is loaded next; only config.json is
+            read then.
 
     Raises:
         ModelError: files are missing or wrong, or the architecture is not supported.
@@ -54,15 +62,24 @@ def build_model(
     model.reset_buffers()
     error = None
     try:
-        if config.random_init:
+        if values and config.random_init:
             _initialize(model, seed)
-        else:
+        elif values:
             load_weights(model, model_dir, seed=seed)
     except ModelError as problem:
         error = problem
     raise_together(error, f"loading {model_dir}")
     model.train()
     return model
+
+
+def model_on_meta(config: ModelConfig, *, vocab_size: int = 0) -> CausalLM:
+    """Returns the model without storage: its names, shapes and what is tied. Reads config.json alone.
+
+    Raises:
+        ModelError: as `build_model`.
+    """
+    return _on_meta(config, resolve_model_dir(config.name), vocab_size, torch.device("cpu"))
 
 
 def _on_meta(config: ModelConfig, model_dir: Path, vocab_size: int, device: torch.device) -> CausalLM:

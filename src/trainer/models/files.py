@@ -71,7 +71,10 @@ class WeightFiles:
             raise ModelError(
                 f"{self.model_dir}: {name} has dtype {part.get_dtype()}; training needs float weights (not quantized)"
             )
-        return part[rows] if part.get_shape() else self._files[name].get_tensor(name)
+        try:
+            return part[rows] if part.get_shape() else self._files[name].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{self.model_dir}: {name} cannot be read: {error}") from error
 
 
 @contextmanager
@@ -108,11 +111,14 @@ def _weight_paths(model_dir: Path) -> dict[Path, set[str] | None]:
         )
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        outside = next((file for file in weight_map.values() if Path(file).name != file), None)
+        if outside is not None:
+            raise ModelError(f"{index} names {outside!r}, which is no file of that directory; refusing to follow it")
         by_file: dict[Path, set[str] | None] = {model_dir / file: set() for file in sorted(set(weight_map.values()))}
         for name, file in weight_map.items():
             names = by_file[model_dir / file]
             assert names is not None
             names.add(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{index} is not a safetensors index: {error!r}") from error
     return by_file

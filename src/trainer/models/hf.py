@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,7 @@ def export_hf(
     out_dir: Path,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    read: Callable[[str], Tensor] | None = None,
 ) -> None:
     """Writes the model as a Hugging Face directory; every rank calls it, rank 0 writes.
 
@@ -52,17 +53,22 @@ def export_hf(
     from `source` (the tokenizer as given, if one is). The directory appears whole or not at all; one that is already
     there is replaced. Rank 0 holds at most one file's worth of whole weights at a time.
 
+    `read` gives the whole float32 tensor of a name in place of the model's own, which may then be on the meta device.
+
     Raises:
         ModelError: the config ties weights that differ, or the directory cannot be written.
     """
     source = resolve_model_dir(str(source))
-    _check_tied(model)
+    if read is None:
+        _check_tied(model)
     world = world_from_env()
     staging = out_dir.with_name(f".{out_dir.name}.tmp-{os.getpid()}")
     on_main(_guard(out_dir, _begin), staging)
     error: ModelError | None = None
     names = _file_names(model, max_file_bytes)
-    for file_name, tensors in _gathered(model, names, world):  # every rank gathers to the end, whatever rank 0 meets
+    for file_name, tensors in _gathered(
+        model, names, world, read
+    ):  # every rank gathers to the end, whatever rank 0 meets
         if world.is_main and error is None:
             try:
                 _guard(out_dir, save_file)(tensors, staging / file_name, metadata={"format": "pt"})
@@ -122,13 +128,15 @@ def _file_names(model: CausalLM, max_file_bytes: int) -> dict[str, str]:
 
 
 @torch.no_grad()
-def _gathered(model: CausalLM, names: dict[str, str], world: World) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def _gathered(
+    model: CausalLM, names: dict[str, str], world: World, read: Callable[[str], Tensor] | None
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yields (file, its tensors); the tensors are whole and on CPU on rank 0, and none elsewhere."""
     tensors = _exported(model)
     for file_name in dict.fromkeys(names.values()):
         whole: dict[str, Tensor] = {}
         for name in (name for name, file in names.items() if file == file_name):
-            tensor = whole_tensor(tensors[name].detach())
+            tensor = whole_tensor(tensors[name].detach()) if read is None else read(name)
             if world.is_main:
                 whole[name] = tensor.cpu().contiguous()
         yield file_name, whole

@@ -156,6 +156,17 @@ class HFModel(CausalLM):
         }
 
 
+def transformers_on_meta(model_dir: Path) -> nn.Module:
+    """Returns transformers' own causal LM of a config.json without storage: its names, order, shapes and layer types.
+
+    Raises:
+        ModelError: transformers cannot build it.
+    """
+    config = _load_config(model_dir)
+    with torch.device("meta"):
+        return _from_config(config, model_dir)
+
+
 def _from_config(config: Any, model_dir: Path) -> Any:
     """Returns transformers' model for the config, with SDPA where the architecture has it, else eager attention."""
     import transformers

@@ -4,26 +4,99 @@ torch makes state lazily in the first `step`. A checkpoint then has nothing to f
 moves Adam's counter. Made here, `state_dict` is complete and the same on all ranks before the first update.
 """
 
+import importlib
+import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from trainer.config.train import OptimConfig, SchedulerConfig
+from trainer.errors import ConfigError
+from trainer.optim.groups import decay_groups, muon_groups
+from trainer.optim.muon import Muon
 from trainer.optim.schedule import Schedule
+from trainer.optim.sign_sgd import SignSGD
+
+
+def build_groups(
+    config: OptimConfig, parameters: Iterable[tuple[str, Tensor]], roles: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Returns the param groups of the run's optimizer: every trainable parameter once, each with its "initial_lr"."""
+    if config.type == "muon":
+        return muon_groups(
+            parameters,
+            roles,
+            lr=config.lr,
+            adamw_lr=config.adamw_lr or config.lr,
+            weight_decay=config.weight_decay,
+            decay=config.decay,
+        )
+    groups = decay_groups(parameters, roles, weight_decay=config.weight_decay, decay=config.decay)
+    return [group | {"lr": config.lr, "initial_lr": config.lr} for group in groups]
 
 
 def build_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
-    """Returns the optimizer over `groups` (see `groups.decay_groups`); every group has "initial_lr"."""
+    """Returns the optimizer over `groups` (see `build_groups`).
+
+    Raises:
+        ConfigError: optim.class_path or optim.args name nothing that can be called.
+    """
+    momentum = config.momentum or 0.0
     if config.type == "adamw":
-        optimizer: Optimizer = AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        optimizer: Optimizer = AdamW(groups, betas=config.betas, eps=config.eps, fused=True)
         _make_adamw_state(optimizer)
+    elif config.type == "sgd":
+        optimizer = SGD(groups, momentum=momentum, foreach=True)
+        _make_momentum(optimizer)
+    elif config.type == "sign_sgd":
+        optimizer = SignSGD(groups, momentum=momentum)
+    elif config.type == "muon":
+        optimizer = _muon(config, groups)
     else:
-        optimizer = SGD(groups, lr=config.lr, momentum=config.momentum, foreach=True)
-        _make_sgd_state(optimizer)
-    for group in optimizer.param_groups:
-        group["initial_lr"] = config.lr
+        optimizer = _custom(config, groups)
     return optimizer
+
+
+def _muon(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
+    return Muon(
+        groups,
+        momentum=0.95 if config.momentum is None else config.momentum,
+        nesterov=config.nesterov,
+        adjust_lr=config.adjust_lr,
+        ns_coefficients=config.ns_coefficients,
+        ns_steps=config.ns_steps,
+        betas=config.betas,
+        eps=config.eps,
+    )
+
+
+def _custom(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
+    path = config.class_path or ""
+    module_name, _, class_name = path.rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"optim.class_path = {path!r} cannot be imported: {error}") from error
+    arguments = dict(_argument(text) for text in config.args)
+    try:
+        optimizer = cls(groups, lr=config.lr, **arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optim.class_path = {path!r} does not take these arguments: {error}") from error
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"optim.class_path = {path!r} is no torch.optim.Optimizer")
+    return optimizer
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    try:
+        return name.strip(), json.loads(value)
+    except json.JSONDecodeError as error:
+        problem = f"{value!r} is not JSON ({error})" if separator else "there is no '='"
+        raise ConfigError(f"optim.args: {text!r} is not name=value: {problem}") from error
 
 
 def _make_adamw_state(optimizer: Optimizer) -> None:
@@ -38,7 +111,7 @@ def _make_adamw_state(optimizer: Optimizer) -> None:
             }
 
 
-def _make_sgd_state(optimizer: Optimizer) -> None:
+def _make_momentum(optimizer: Optimizer) -> None:
     """A zero buffer gives the same first update as torch's lazy one: 0 x momentum + grad."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -46,12 +119,14 @@ def _make_sgd_state(optimizer: Optimizer) -> None:
             optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)} if has_momentum else {}
 
 
-def build_schedule(config: SchedulerConfig, *, lr: float, total_steps: int) -> Schedule:
-    """Returns the schedule that `config` describes for a run of `total_steps` updates peaking at `lr`."""
+def build_schedule(config: SchedulerConfig, *, lr: float, total_steps: int, start_step: int = 0) -> Schedule:
+    """Returns the schedule that `config` describes for the `total_steps` updates after `start_step`, peaking at `lr`."""
     return Schedule(
         type=config.type,
         total_steps=total_steps,
         warmup_steps=config.warmup_steps,
         decay_steps=config.decay_steps,
         min_factor=config.min_lr / lr,
+        decay_shape=config.decay_shape,
+        start_step=start_step,
     )

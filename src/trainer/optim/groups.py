@@ -18,28 +18,66 @@ RUN_LOCAL = frozenset(
 IDENTITY = frozenset({"name"})
 
 
+DECAYED: dict[str, frozenset[str]] = {
+    "matrices": frozenset({"matrix", "head"}),
+    "weights": frozenset({"matrix", "head", "embedding"}),
+    "all": frozenset({"matrix", "head", "embedding", "vector"}),
+}
+"""optim.decay -> the roles of the parameters that decay."""
+
+
 def decay_groups(
-    parameters: Iterable[tuple[str, Tensor]], roles: Mapping[str, str], *, weight_decay: float
+    parameters: Iterable[tuple[str, Tensor]], roles: Mapping[str, str], *, weight_decay: float, decay: str = "matrices"
 ) -> list[dict[str, Any]]:
-    """Returns the groups "decay" (matrices and the output head) and "no_decay" (norms, biases, embeddings).
+    """Returns the groups "decay" and "no_decay"; `decay` ("matrices", "weights", "all") says who is in which."""
+    entries = {"decay": {"weight_decay": weight_decay}, "no_decay": {"weight_decay": 0.0}}
+    policy = {role: "decay" if role in DECAYED[decay] else "no_decay" for role in DECAYED["all"]}
+    return assign(parameters, roles, policy, entries)
+
+
+def muon_groups(
+    parameters: Iterable[tuple[str, Tensor]],
+    roles: Mapping[str, str],
+    *,
+    lr: float,
+    adamw_lr: float,
+    weight_decay: float,
+    decay: str = "matrices",
+) -> list[dict[str, Any]]:
+    """Returns the groups "muon" (hidden matrices), "adamw_decay" and "adamw" (the head, embeddings, norms, biases)."""
+    adamw = {"algorithm": "adamw", "lr": adamw_lr, "initial_lr": adamw_lr}
+    entries = {
+        "muon": {"algorithm": "muon", "lr": lr, "initial_lr": lr, "weight_decay": weight_decay},
+        "adamw_decay": adamw | {"weight_decay": weight_decay},
+        "adamw": adamw | {"weight_decay": 0.0},
+    }
+    policy = {role: "adamw_decay" if role in DECAYED[decay] else "adamw" for role in DECAYED["all"]}
+    return assign(parameters, roles, policy | {"matrix": "muon"}, entries)
+
+
+def assign(
+    parameters: Iterable[tuple[str, Tensor]],
+    roles: Mapping[str, str],
+    policy: Mapping[str, str],
+    entries: Mapping[str, dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Returns the groups of a policy (role -> group name) that have members, in the order of `entries`.
 
     Raises:
-        TrainingError: a parameter is given twice, has no role, or nothing is trainable.
+        TrainingError: a parameter is claimed by no group or by two, or nothing is trainable.
     """
-    groups = {
-        name: {"name": name, "params": [], "param_names": [], "weight_decay": decay}
-        for name, decay in (("decay", weight_decay), ("no_decay", 0.0))
-    }
+    groups = {name: {"name": name, "params": [], "param_names": [], **extra} for name, extra in entries.items()}
     claimed: set[int] = set()
     for name, parameter in parameters:
         if not parameter.requires_grad:
             continue
-        if name not in roles:
-            raise TrainingError(f"parameter {name!r} is claimed by no param group: it has no role")
+        role = roles.get(name)
+        if role is None or role not in policy:
+            raise TrainingError(f"parameter {name!r} is claimed by no param group: its role is {role!r}")
         if id(parameter) in claimed:
             raise TrainingError(f"parameter {name!r} is claimed by two param groups (a tied weight under two names?)")
         claimed.add(id(parameter))
-        group = groups["decay" if roles[name] in ("matrix", "head") else "no_decay"]
+        group = groups[policy[role]]
         group["params"].append(parameter)
         group["param_names"].append(name)
     if not claimed:
@@ -74,6 +112,41 @@ def match_groups(
     return pairs
 
 
+def regroup(
+    live: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], *, keep: frozenset[str] = frozenset()
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Returns each live group with a saved one made of its own parameters' entries, wherever these were (resume.regroup).
+
+    Raises:
+        CheckpointMismatch: a parameter was in no saved group, or one live group would need two values of an entry.
+    """
+    home = {name: group for group in saved for name in group["param_names"]}
+    pairs = []
+    for group in live:
+        new = [name for name in group["param_names"] if name not in home]
+        if new:
+            raise CheckpointMismatch(f"group {group['name']!r}: the checkpoint has no entries for {new[:10]}")
+        sources = {id(home[name]): home[name] for name in group["param_names"]}
+        entries = _merged(group, list(sources.values()), keep)
+        pairs.append((group, {"name": group["name"], "param_names": group["param_names"], "entries": entries}))
+    return pairs
+
+
+def _merged(live: dict[str, Any], sources: Sequence[dict[str, Any]], keep: frozenset[str]) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    for key in restored_entries(live):
+        values = [source["entries"][key] for source in sources if key in source["entries"]]
+        if key not in keep and any(value != values[0] for value in values):
+            told = ", ".join(f"{source['name']!r}: {source['entries'].get(key)!r}" for source in sources)
+            raise CheckpointMismatch(
+                f"group {live['name']!r} takes parameters from groups with different {key!r} ({told}) and can hold one; "
+                f"choose the config's with --resume.override, or keep the groups apart"
+            )
+        if values:
+            entries[key] = values[0]
+    return entries
+
+
 def _membership_message(live: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> str:
     now = {name: group["name"] for group in live for name in group["param_names"]}
     then = {name: group["name"] for group in saved for name in group["param_names"]}
@@ -84,7 +157,8 @@ def _membership_message(live: Sequence[dict[str, Any]], saved: Sequence[dict[str
     if not lines:
         lines = ["  the same parameters are split into groups differently"]
     shown = lines[:20] + ([f"  ... and {len(lines) - 20} more"] if len(lines) > 20 else [])
-    return "\n".join(["the optimizer's param groups do not fit the checkpoint's:", *shown])
+    way_out = "--resume.regroup gives each parameter the entries of the group it was in"
+    return "\n".join(["the optimizer's param groups do not fit the checkpoint's:", *shown, way_out])
 
 
 def write_entries(live: dict[str, Any], saved: dict[str, Any], *, keep: frozenset[str] = frozenset()) -> list[str]:

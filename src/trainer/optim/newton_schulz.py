@@ -22,7 +22,7 @@ Polynomial = tuple[float, float, float]
 
 QUINTIC: Polynomial = (3.4445, -4.7750, 2.0315)
 """a, b, c of K. Jordan's Muon, the same in every step (https://kellerjordan.github.io/posts/muon/). Steep at zero; it
-leaves singular values between 0.68 and 1.21."""
+leaves singular values between 0.68 and 1.21, from 0.002 of the norm on."""
 
 POLAR_EXPRESS: tuple[Polynomial, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -44,13 +44,15 @@ SMALLEST_NORM = 1e-7
 """Frobenius norm below which a matrix counts as zero: it is divided by this instead of its norm."""
 
 _GRAM_STEPS = 3
-"""Steps between two computations of R; 4 in bfloat16 leave a singular value of 3.6 where 1.2 is right."""
+"""Steps between two computations of R. In bfloat16, for singular values from 1 to 1e-4, the largest is then 1.13 after
+Polar Express, as it should be; it would be 3.0 with 4 steps and 75 with 5."""
 _GRAM_RATIO = 1.5
 """Long side over short side from which the Gram form needs fewer multiplications (5 steps, short side n, ratio r:
 14 n^3 + 4 r n^3 against 5 n^3 + 10 r n^3)."""
-_BATCH_BYTES = {"cpu": 4 * 2**20}
+_CPU_BATCH_BYTES = 4 * 2**20
 _ACCELERATOR_BATCH_BYTES = 256 * 2**20
-"""Bytes of matrices iterated at once: within the caches of a CPU, enough to fill an accelerator."""
+"""Bytes of matrices iterated at once: on a CPU per thread, which keeps them in its caches; on an accelerator enough to
+fill it."""
 
 
 def polynomials(coefficients: Coefficients, steps: int) -> tuple[Polynomial, ...]:
@@ -112,7 +114,8 @@ def orthogonalize(matrices: Tensor, coefficients: Coefficients = "quintic", step
     batch, rows, columns = matrices.shape
     if matrices.numel() == 0:
         return matrices.clone()
-    limit_bytes = _BATCH_BYTES.get(matrices.device.type, _ACCELERATOR_BATCH_BYTES)
+    on_cpu = matrices.device.type == "cpu"
+    limit_bytes = _CPU_BATCH_BYTES * torch.get_num_threads() if on_cpu else _ACCELERATOR_BATCH_BYTES
     chunk = max(1, limit_bytes // (rows * columns * matrices.element_size()))
     if batch <= chunk:
         return _iterate(matrices, coefficients, steps)

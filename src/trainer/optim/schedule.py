@@ -5,13 +5,14 @@ LinearLR, CosineAnnealingLR and SequentialLR; here nothing is chained, so there 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from trainer.errors import CheckpointMismatch
 
 SMALLEST_START_FACTOR = 1e-8  # torch's LinearLR refuses a start factor of zero
+LR_TOLERANCE = 1e-6  # relative; what a faithful save can differ by is rounding, far below it
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class Schedule:
         decay_steps: length of the linear decay at the end of the horizon; its last step, update `total_steps`, runs
             at `min_factor`, so the fall is spread over decay_steps - 1 equal parts. None: all that follows the warmup.
         min_factor: min_lr / lr.
+        decay_shape: of "linear"'s decay: the factor falls with the decayed fraction x, or with its root:
+            1 - (1 - min_factor) sqrt(x), the cooldown of Hägele et al., https://arxiv.org/abs/2405.18392.
+        start_step: updates of the run before the schedule begins; all lengths count from there.
     """
 
     type: Literal["constant", "linear", "cosine"]
@@ -32,9 +36,12 @@ class Schedule:
     warmup_steps: int = 0
     decay_steps: int | None = None
     min_factor: float = 0.0
+    decay_shape: Literal["linear", "sqrt"] = "linear"
+    start_step: int = 0
 
     def factor(self, step: int) -> float:
         """Returns lr / initial_lr after `step` updates."""
+        step = max(0, step - self.start_step)
         if step < self.warmup_steps:
             start = max(self.min_factor, SMALLEST_START_FACTOR)
             return start + (1.0 - start) * step / self.warmup_steps
@@ -51,6 +58,8 @@ class Schedule:
         if decay == 0 or into <= 0:
             return 1.0
         fraction = min(1.0, into / max(1, decay - 1))
+        if self.decay_shape == "sqrt":
+            fraction = math.sqrt(fraction)
         return 1.0 + (self.min_factor - 1.0) * fraction
 
     def _cosine(self, step: int) -> float:
@@ -82,6 +91,7 @@ class ScheduleState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.overridden:
             return
+        state = {"start_step": 0, **state}  # older checkpoints do not have it
         if set(state) != set(asdict(self.schedule)):
             raise CheckpointMismatch(
                 f"the checkpoint's schedule has the entries {sorted(state)}, this version knows "
@@ -91,6 +101,7 @@ class ScheduleState:
 
     def verify(self, saved: dict[str, Any]) -> list[str]:
         """Returns what differs from the loaded state; nothing does when the config's schedule was asked for."""
+        saved = {"start_step": 0, **saved}
         return [] if self.overridden else [key for key, value in self.state_dict().items() if value != saved[key]]
 
     def check_lr(self, step: int) -> None:
@@ -100,11 +111,27 @@ class ScheduleState:
             CheckpointMismatch: a group's lr differs by more than 1e-6 relative. Checkpoints written by trainers that
                 lost their param groups carry such values (5e-13 after a warmup) and train on as if healthy.
         """
-        factor = self.schedule.factor(step)
-        for group in self._groups:
-            expected = group["initial_lr"] * factor
-            if not math.isclose(group["lr"], expected, rel_tol=1e-6, abs_tol=1e-14 * group["initial_lr"]):
-                raise CheckpointMismatch(
-                    f"group {group.get('name')!r} of the checkpoint has lr {group['lr']:.8g}, but its schedule gives "
-                    f"{expected:.8g} at step {step}; take the config's with --resume.override optim.lr"
-                )
+        problems = lr_problems(self.schedule, self._groups, step)
+        if problems:
+            raise CheckpointMismatch(
+                "\n".join(["the checkpoint's learning rates are not those of its own schedule:", *problems])
+                + "\nTake the config's with --resume.override optim.lr, or write a repaired copy with "
+                "trainer ckpt repair STEP_DIR OUT"
+            )
+
+
+def lr_problems(schedule: Schedule, groups: Iterable[Mapping[str, Any]], step: int) -> list[str]:
+    """Returns one line for each group whose lr is not what `schedule` gives after `step` updates, beyond 1e-6 relative.
+
+    groups: live param groups, or the entries of saved ones; "lr" and "initial_lr" are read, "name" is shown.
+    """
+    problems, factor = [], schedule.factor(step)
+    for group in groups:
+        name, lr, initial_lr = group.get("name"), group.get("lr"), group.get("initial_lr")
+        if not isinstance(lr, int | float) or not isinstance(initial_lr, int | float):
+            problems.append(f"  group {name!r} has lr {lr!r} and initial_lr {initial_lr!r}; both must be numbers")
+            continue
+        expected = initial_lr * factor
+        if not math.isclose(lr, expected, rel_tol=LR_TOLERANCE, abs_tol=1e-14 * abs(initial_lr)):
+            problems.append(f"  group {name!r} has lr {lr:.8g}, but the schedule gives {expected:.8g} at step {step}")
+    return problems

@@ -1,5 +1,6 @@
 """The optimizer as an owner of checkpointed state: tensors by parameter name, groups by their members."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,16 +9,25 @@ from torch.optim import Optimizer
 
 from trainer.core.log import logger
 from trainer.errors import CheckpointMismatch
-from trainer.optim.groups import match_groups, restored_entries, write_entries
+from trainer.optim.groups import match_groups, regroup, restored_entries, write_entries
 
 
 class OptimizerState:
     """Saves and restores `optimizer`, whose groups carry "name" and "param_names"."""
 
-    def __init__(self, optimizer: Optimizer, *, keep: frozenset[str] = frozenset()):
-        """`keep`: group entries whose live value wins over a checkpoint's (from resume.override)."""
+    def __init__(self, optimizer: Optimizer, *, keep: frozenset[str] = frozenset(), regroup: bool = False):
+        """
+        keep: group entries whose live value wins over a checkpoint's (from resume.override).
+        regroup: groups may have other members than in the checkpoint (resume.regroup).
+        """
         self.optimizer = optimizer
         self.keep = keep
+        self.regroup = regroup
+
+    def _pairs(self, saved: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        if self.regroup:
+            return regroup(self.optimizer.param_groups, saved, keep=self.keep)
+        return match_groups(self.optimizer.param_groups, saved)
 
     def _parameters(self) -> dict[str, Tensor]:
         groups = self.optimizer.param_groups
@@ -32,10 +42,31 @@ class OptimizerState:
         ]
         return {"state": state, "groups": groups}
 
+    def make_room(self, saved: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        """Makes the state entries that a checkpoint has and this optimizer makes only in its first step.
+
+        Args:
+            saved: "state.<parameter>.<entry>" -> dtype and shape. An entry shaped like its parameter is sharded like it.
+        """
+        parameters = self._parameters()
+        for flat, (dtype, shape) in saved.items():
+            name, _, entry = flat.removeprefix("state.").rpartition(".")
+            if (
+                not flat.startswith("state.")
+                or name not in parameters
+                or entry in self.optimizer.state[parameters[name]]
+            ):
+                continue
+            parameter = parameters[name]
+            like = shape == tuple(parameter.shape)
+            with torch.no_grad():
+                made = torch.zeros_like(parameter, dtype=dtype) if like else torch.zeros(shape, dtype=dtype)
+            self.optimizer.state[parameter][entry] = made
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes a state of the same parameters: tensors are copied in place, group entries written by name."""
         self._load_tensors(state["state"])
-        for live, saved in match_groups(self.optimizer.param_groups, state["groups"]):
+        for live, saved in self._pairs(state["groups"]):
             lacking = write_entries(live, saved["entries"], keep=self.keep)
             if lacking:
                 logger.info(f"group {live['name']!r}: the checkpoint lacks {lacking}; the config's values stay")
@@ -57,7 +88,7 @@ class OptimizerState:
     def verify(self, saved: dict[str, Any]) -> list[str]:
         """Returns the group entries that, read back, differ from what was loaded."""
         differing = []
-        for live, partner in match_groups(self.optimizer.param_groups, saved["groups"]):
+        for live, partner in self._pairs(saved["groups"]):
             for key, value in restored_entries(live).items():
                 expected = partner["entries"].get(key, value)
                 if key not in self.keep and value != expected:

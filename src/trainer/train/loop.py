@@ -4,45 +4,78 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+
+from torch import Tensor
 
 from trainer.core import device as devices
 from trainer.core.log import logger
 from trainer.data.batch import GlobalBatch
 from trainer.errors import TrainingError
+from trainer.train.pending import Row
 from trainer.train.run import Run
 from trainer.train.step import StepResult, evaluate, train_step
 
 
 def fit(run: Run) -> None:
-    """Trains from the run's current step to its last one, validating, logging and saving on the way."""
+    """Trains from the run's current step to its last one, validating, logging and saving on the way.
+
+    A request to stop ends it earlier, with a checkpoint; `run.requests.stopping` tells.
+    """
     config, progress = run.config, run.progress
     if progress.step >= run.last_step:
         logger.info(f"step {progress.step} of {run.last_step} is reached: nothing to train")
-    elif run.resumed_from is None and config.val.interval and config.val.at_start:
-        run.metrics.log({"step": 0, **validate(run)})
+    if not _begin(run):
+        return
     run.model.train()
     with scheduled_garbage_collection(config.runtime.gc_interval) as collect:
         while progress.step < run.last_step:
             started = time.perf_counter()
             batch = run.loader.next_batch()
+            done = run.pending.micro_step
             row = take_step(run, batch)
-            row |= speed(run, batch, time.perf_counter() - started)
-            if config.val.interval and (progress.step % config.val.interval == 0 or progress.step == run.max_steps):
-                row |= validate(run)
-            run.metrics.log(row)
+            if row is None:
+                return
+            row |= speed(run, batch, time.perf_counter() - started, 1 - done / len(batch.micro_batches))
             run.log_samples(batch)
+            is_last = progress.step == run.max_steps
+            if config.val.interval and (progress.step % config.val.interval == 0 or is_last):
+                if not validate(run, row):
+                    return
+            run.metrics.log(row)
             run.checkpoints.poll()  # where a save beside the training has failed, the run ends here
-            if run.checkpoints.due(progress.step, run.max_steps):
+            asked = run.requests.agree()
+            if asked or run.save_is_due():
                 run.save()
+            if asked.stop:
+                return
             collect(progress.step)
     if config.ckpt.at_end:
         run.save()  # does nothing if this step was just saved, or is the one resumed from
     run.checkpoints.wait()
 
 
-def take_step(run: Run, batch: GlobalBatch) -> dict[str, float]:
-    """Runs one step, advances every counter and the lr, and returns the step's row of metrics."""
-    progress, lr = run.progress, run.optimizer.param_groups[0]["lr"]
+def _begin(run: Run) -> bool:
+    """Does what comes before the first step. Returns whether to go on: a stop may have been asked for meanwhile."""
+    row = run.pending.row
+    if row is None and run.resumed_from is None and run.config.val.interval and run.config.val.at_start:
+        row = {"step": 0}
+    if row is not None:  # a validation before the first step, or one that was broken off before the resume
+        if not validate(run, row):
+            return False
+        run.pending.row = None
+        run.metrics.log(row)
+    asked = run.requests.agree()
+    if asked:
+        run.save()
+    return not asked.stop
+
+
+def take_step(run: Run, batch: GlobalBatch) -> dict[str, float] | None:
+    """Runs one step, advances every counter and the lr, and returns the step's row of metrics; None = stopped within it."""
+    progress, lr, pending = run.progress, run.optimizer.param_groups[0]["lr"], run.pending
+    done, loss_sum = pending.micro_step, pending.loss_sums[run.world.rank] if pending.micro_step else 0.0
+    pending.clear()
     result = train_step(
         run.model,
         run.optimizer,
@@ -53,7 +86,12 @@ def take_step(run: Run, batch: GlobalBatch) -> dict[str, float]:
         rank=run.world.rank,
         device=run.device,
         max_norm=run.config.optim.max_norm,
+        done=done,
+        loss_sum=loss_sum,
+        pause=partial(_pause_cycle, run) if run.config.ckpt.on_signal == "now" else None,
     )
+    if result is None:
+        return None
     if not result.finite:
         _not_finite(run, result, progress.step + 1)
     progress.advance(batch, applied=result.finite)
@@ -69,6 +107,14 @@ def take_step(run: Run, batch: GlobalBatch) -> dict[str, float]:
     }
 
 
+def _pause_cycle(run: Run, micro_step: int, loss_sum: Tensor) -> bool:
+    """Serves requests between two micro-steps. Returns whether to stop."""
+    asked = run.requests.agree()
+    if asked:
+        run.save_in_cycle(micro_step, loss_sum.item())
+    return asked.stop
+
+
 def _not_finite(run: Run, result: StepResult, step: int) -> None:
     found = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}"
     if run.config.optim.on_nonfinite == "stop":
@@ -79,20 +125,41 @@ def _not_finite(run: Run, result: StepResult, step: int) -> None:
     logger.warning(f"{found}: update skipped")
 
 
-def speed(run: Run, batch: GlobalBatch, seconds: float) -> dict[str, float]:
-    """Returns the throughput of this step, over all ranks; earlier processes' work is never counted."""
+def speed(run: Run, batch: GlobalBatch, seconds: float, share: float) -> dict[str, float]:
+    """Returns the throughput of this step, over all ranks.
+
+    Earlier processes' work is never counted: `share` is the part of the step's micro-steps that this one has done.
+    """
     return {
-        "tokens_per_second": batch.tokens / seconds,
+        "tokens_per_second": batch.tokens * share / seconds,
         "step_seconds": seconds,
         "peak_memory_gib": devices.peak_memory_gib(run.device),
     }
 
 
-def validate(run: Run) -> dict[str, float]:
-    """Returns the held-out loss as the entries of a metrics row."""
-    loss, tokens = evaluate(run.model, run.loss_function, run.validation, device=run.device)
-    run.validated = (run.progress.step, loss)
-    return {"val_loss": loss, "val_tokens": tokens}
+def validate(run: Run, row: Row) -> bool:
+    """Adds the held-out loss to the row. Returns False if a stop came first: then row and checkpoint are written.
+
+    Requests are served before each batch. A checkpoint written here knows that its row lacks the validation, and the
+    resumed run does that first.
+    """
+
+    def pause() -> bool:
+        asked = run.requests.agree()
+        if asked and not asked.stop:
+            run.save_before_validation(row)
+        return asked.stop
+
+    measured = evaluate(run.model, run.loss_function, run.validation, device=run.device, pause=pause)
+    if measured is None:
+        if len(row) > 1:
+            run.metrics.log(row)
+        run.save_before_validation(row)
+        run.pending.row = row
+        return False
+    row["val_loss"], row["val_tokens"] = measured
+    run.validated = (run.progress.step, row["val_loss"])
+    return True
 
 
 @contextmanager

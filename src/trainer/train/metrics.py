@@ -34,7 +34,8 @@ class MetricsLog:
 
     ``start_step`` is the step the process begins after; rows past it move to metrics.superseded.jsonl. ``fresh`` says
     that nothing was resumed, so that a row of step 0 is superseded as well; by default it is ``start_step == 0``.
-    ``run_id`` names the run in W&B and must be the same over resumes.
+    With ``redo`` the row of ``start_step`` itself comes once more, complete: the checkpoint was taken before its
+    validation had ended. ``run_id`` names the run in W&B and must be the same over resumes.
 
     Raises ``TrainingError`` if the run's own files cannot be written.
     """
@@ -49,6 +50,7 @@ class MetricsLog:
         max_steps: int,
         run_id: str,
         fresh: bool | None = None,
+        redo: bool = False,
     ) -> None:
         self._open = is_main
         self._samples: StepFile | None = None
@@ -56,7 +58,8 @@ class MetricsLog:
         if not is_main:
             return
         fresh = start_step == 0 if fresh is None else fresh
-        keep_through = -1 if fresh else start_step
+        first_step = start_step - 1 if redo else start_step
+        keep_through = -1 if fresh else first_step
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
 
@@ -64,8 +67,9 @@ class MetricsLog:
         generation_of = self._events.generation_of
         self._metrics = StepFile(run_dir / METRICS_FILE, keep_through=keep_through, generation_of=generation_of)
         if config.data.log_ids:
-            self._samples = StepFile(run_dir / SAMPLES_FILE, keep_through=keep_through, generation_of=generation_of)
-        self._events.start(start_step, fresh=fresh)  # last: until here the rows belong to the processes before this one
+            kept = -1 if fresh else start_step
+            self._samples = StepFile(run_dir / SAMPLES_FILE, keep_through=kept, generation_of=generation_of)
+        self._events.start(first_step, fresh=fresh)  # last: until here the rows belong to the processes before this one
         self._last_step = start_step
 
         if config.wandb.mode != "off":

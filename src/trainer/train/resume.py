@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from trainer.config.compare import Difference, differences
-from trainer.config.run import RunConfig
+from trainer.config.run import RunConfig, check_schedule
 from trainer.errors import CheckpointMismatch
 
 C = TypeVar("C", bound=RunConfig)
@@ -19,6 +19,20 @@ GROUP_ENTRIES = {
     "optim.betas": ("betas",),
     "optim.eps": ("eps",),
     "optim.momentum": ("momentum",),
+    "optim.adamw_lr": ("lr", "initial_lr"),
+    "optim.nesterov": ("nesterov",),
+    "optim.adjust_lr": ("adjust_lr",),
+    "optim.ns_coefficients": ("ns_coefficients",),
+    "optim.ns_steps": ("ns_steps",),
+}
+
+# What `ckpt.skip_*` leaves out: the owner that keeps its fresh state, and the config keys that describe it, for which
+# this run's config then wins.
+SKIPPED = {
+    "skip_optimizer": ("optimizer", ("optim",)),
+    "skip_scheduler": ("schedule", ("scheduler",)),
+    "skip_dataloader": ("data", ("data", "seed")),
+    "skip_progress": ("progress", ()),
 }
 
 
@@ -31,12 +45,14 @@ class ResumePlan:
         keep_group_entries: entries of the optimizer's groups for which this run's config wins.
         override_scheduler: the schedule is this run's, not the checkpoint's.
         override_data: data keys (and "seed") for which this run's config wins.
+        skip: owners of the checkpoint's state that are not loaded.
     """
 
     differences: tuple[Difference, ...] = ()
     keep_group_entries: frozenset[str] = frozenset()
     override_scheduler: bool = False
     override_data: frozenset[str] = frozenset()
+    skip: frozenset[str] = frozenset()
 
 
 def plan(config: RunConfig, saved: Mapping[str, Any]) -> ResumePlan:
@@ -52,15 +68,17 @@ def plan(config: RunConfig, saved: Mapping[str, Any]) -> ResumePlan:
             f"the checkpoint's config cannot be read by this version: {error.errors()[0]['msg']} "
             f"at {'.'.join(map(str, error.errors()[0]['loc']))}"
         ) from error
-    override = config.resume.override if config.resume else ()
+    skipped = [SKIPPED[name] for name in SKIPPED if getattr(config.ckpt, name)]
+    override = (*(config.resume.override if config.resume else ()), *(key for _, keys in skipped for key in keys))
+    skip = frozenset(owner for owner, _ in skipped)
     found = differences(before, config, override)
     conflicts = [f"  {difference}" for difference in found if difference.winner == "conflict"]
     if conflicts:
         raise CheckpointMismatch("\n".join(["this run cannot go on from the checkpoint as it is:", *conflicts]))
-    if before.optim.type != config.optim.type:
+    if before.optim.type != config.optim.type and "optimizer" not in skip:
         raise CheckpointMismatch(
             f"the checkpoint was written with optim.type = {before.optim.type!r}, this run has {config.optim.type!r}: "
-            f"optimizer state cannot be carried over. Start from the run's exported weights instead (--model.name)"
+            f"optimizer state cannot be carried over; leave it out with --ckpt.skip-optimizer"
         )
     kept = [entry for key, entries in GROUP_ENTRIES.items() if _covers(override, key) for entry in entries]
     return ResumePlan(
@@ -68,7 +86,20 @@ def plan(config: RunConfig, saved: Mapping[str, Any]) -> ResumePlan:
         keep_group_entries=frozenset(kept),
         override_scheduler=any(name.split(".")[0] == "scheduler" for name in override),
         override_data=frozenset(name for name in override if name.split(".")[0] in ("data", "seed")),
+        skip=skip,
     )
+
+
+def start_of_schedule(config: RunConfig, plan: ResumePlan, step: int, max_steps: int) -> int:
+    """Returns the step at which the schedule begins: 0, or with `ckpt.skip_scheduler` that of the resume.
+
+    Raises:
+        ConfigError: the config's warmup and decay do not fit into the steps that are left.
+    """
+    if "schedule" not in plan.skip or "progress" in plan.skip or step >= max_steps:
+        return 0
+    check_schedule(config, max_steps - step, "left for the new schedule of ckpt.skip_scheduler")
+    return step
 
 
 def effective(config: C, plan: ResumePlan) -> C:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.config.dump import dump_toml
-from trainer.config.run import RunConfig
+from trainer.config.run import RunConfig, is_fork
 from trainer.core.files import write_atomic
 from trainer.errors import LaunchError
 
@@ -21,10 +21,10 @@ def prepare(config: RunConfig) -> Path:
     """Makes the directory of a run and returns it. Call on one rank.
 
     Raises:
-        LaunchError: a fresh run would write into another run's directory, or the directory cannot be made.
+        LaunchError: a fresh run or a fork would write into another run's directory, or it cannot be made.
     """
     run_dir = Path(config.output_dir)
-    if is_used(run_dir) and config.resume is None:
+    if is_used(run_dir) and (config.resume is None or is_fork(config)):
         if not config.overwrite:
             raise LaunchError(
                 f"{run_dir} already holds a run. Continue it with --resume, move it aside with --overwrite, "

@@ -1,13 +1,15 @@
 """Builds a run from its config, in the order a reader would: place, data, model, optimizer, state, resume."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.optim import Optimizer
 
-from trainer.checkpoint.app_state import AppState
+from trainer.checkpoint.app_state import AppState, Stateful
 from trainer.checkpoint.discovery import Checkpoint
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.config.load import Loaded
@@ -16,22 +18,27 @@ from trainer.core import device as devices
 from trainer.core import distributed
 from trainer.core.distributed import World, on_main, world_from_env
 from trainer.core.log import logger, setup_logging
+from trainer.core.signals import Requests
 from trainer.data.batch import GlobalBatch
 from trainer.data.build import TrainData, build_data
 from trainer.data.loader import BatchLoader
 from trainer.data.validation import validation_batches
-from trainer.errors import CorruptCheckpoint, DataError
+from trainer.errors import CorruptCheckpoint, DataError, LaunchError
+from trainer.models.base import CausalLM
 from trainer.models.build import build_model
 from trainer.models.hf import export_hf
 from trainer.models.roles import parameter_roles
 from trainer.models.state import ModelState
 from trainer.models.tokenizer import load_tokenizer
-from trainer.optim.build import build_optimizer, build_schedule
-from trainer.optim.groups import decay_groups
+from trainer.optim.build import build_groups, build_optimizer, build_schedule
+from trainer.optim.offload.build import build_offload
+from trainer.optim.offload.weights import MasterWeights
 from trainer.optim.schedule import ScheduleState
 from trainer.optim.state import OptimizerState
 from trainer.train import resume, rundir
+from trainer.train.boundary import Boundaries
 from trainer.train.metrics import MetricsLog
+from trainer.train.pending import OWNER, Pending, cut_of
 from trainer.train.progress import Progress
 from trainer.train.resume import ResumePlan
 from trainer.train.run import Run
@@ -41,8 +48,11 @@ C = TypeVar("C", bound=RunConfig)
 
 
 @contextmanager
-def start(loaded: Loaded[C], loss_function: LossFunction) -> Iterator[Run]:
-    """Yields the run, resumed if the config says so; closes what it opened, whatever happens inside."""
+def start(loaded: Loaded[C], loss_function: LossFunction, *, owns_process: bool = False) -> Iterator[Run]:
+    """Yields the run, resumed if the config says so; closes what it opened, whatever happens inside.
+
+    `owns_process`: the process ends with the run; see `Requests`.
+    """
     config = loaded.config
     world = world_from_env()
     setup_logging(config.log.level, rank=world.rank)
@@ -51,33 +61,55 @@ def start(loaded: Loaded[C], loss_function: LossFunction) -> Iterator[Run]:
     with distributed.process_group(device, config.runtime.timeout_seconds):
         run_dir = on_main(rundir.prepare, config)
         setup_logging(config.log.level, run_dir / "logs", world.rank)
-        run = _build_from_sound(loaded, loss_function, world, device, run_dir)
-        with run.metrics, run.checkpoints:
-            try:
-                yield run
-            finally:
-                run.loader.close()
+        with _requests(config, run_dir, world, owns_process) as requests:
+            run = _build_from_sound(loaded, loss_function, world, device, run_dir, requests)
+            with run.metrics, run.checkpoints:
+                try:
+                    yield run
+                finally:
+                    run.loader.close()
 
 
-def finish(run: Run) -> None:
-    """Exports the weights when training is complete."""
-    if run.progress.step < run.max_steps:
+def finish(run: Run) -> int:
+    """Exports the weights when training is complete. Returns the exit code: 0 unless the run was asked to stop."""
+    if run.progress.step < run.max_steps or run.pending.row is not None:
         logger.info(f"stopped after step {run.progress.step} of {run.max_steps}; go on with --resume")
-    elif run.config.ckpt.export_weights:
+        return run.requests.exit_code if run.requests.stopping else 0
+    if run.config.ckpt.export_weights:
         out_dir = run.run_dir / "weights"
-        export_hf(run.model, Path(run.config.model.name), out_dir, tokenizer=load_tokenizer(run.config.model))
+        masters = run.weights.in_model(run.model) if isinstance(run.weights, MasterWeights) else nullcontext()
+        with masters:
+            export_hf(run.model, run.config.model.name, out_dir, tokenizer=run.tokenizer)
         logger.info(f"weights exported to {out_dir}")
+    return 0
+
+
+def _requests(config: RunConfig, run_dir: Path, world: World, owns_process: bool) -> Requests:
+    return Requests(
+        run_dir,
+        rank=world.rank,
+        grace_seconds=config.ckpt.grace_seconds,
+        exit_code=config.ckpt.signal_exit_code,
+        save_minutes=config.ckpt.minutes,
+        stop_minutes=config.ckpt.stop_minutes,
+        owns_process=owns_process,
+    )
 
 
 def _build_from_sound(
-    loaded: Loaded[C], loss_function: LossFunction, world: World, device: torch.device, run_dir: Path
+    loaded: Loaded[C],
+    loss_function: LossFunction,
+    world: World,
+    device: torch.device,
+    run_dir: Path,
+    requests: Requests,
 ) -> Run:
     """Builds the run. A checkpoint is checked while it is read: where it is damaged, all is built anew on another one."""
     damaged: dict[Path, str] = {}
     while True:
         known = len(damaged)
         try:
-            return _build(loaded, loss_function, world, device, run_dir, damaged)
+            return _build(loaded, loss_function, world, device, run_dir, requests, damaged)
         except CorruptCheckpoint:
             if len(damaged) == known:  # nothing new: it was asked for by name
                 raise
@@ -89,11 +121,12 @@ def _build(
     world: World,
     device: torch.device,
     run_dir: Path,
+    requests: Requests,
     damaged: dict[Path, str],
 ) -> Run:
     config = loaded.config
     state = AppState()  # the owners join below; a checkpoint is chosen before anything expensive is built
-    checkpoints = CheckpointManager(run_dir, config.ckpt, state, describe=lambda: _describe(config, loader))
+    checkpoints = CheckpointManager(run_dir, config.ckpt, state, describe=lambda: _describe(config, state))
     checkpoint = checkpoints.choose(config.resume, damaged) if config.resume is not None else None
     plan = resume.plan(config, checkpoint.manifest.run["config"]) if checkpoint is not None else ResumePlan()
     config = resume.effective(config, plan)
@@ -113,39 +146,56 @@ def _build(
     )
     max_steps = _max_steps(config, loader)
     vocab_size = len(tokenizer) if tokenizer is not None else 0
-    model = build_model(config.model, mesh=mesh, device=device, seed=config.seed, vocab_size=vocab_size)
-    groups = decay_groups(model.named_parameters(), parameter_roles(model), weight_decay=config.optim.weight_decay)
-    optimizer = build_optimizer(config.optim, groups)
+    model = build_model(
+        config.model,
+        mesh=mesh,
+        device=device,
+        seed=config.seed,
+        vocab_size=vocab_size,
+        values=checkpoint is None,
+    )
+    optimizer, weights = _optimizer(config, model)
+    start_step = resume.start_of_schedule(config, plan, checkpoint.step if checkpoint else 0, max_steps)
     schedule = ScheduleState(
-        build_schedule(config.scheduler, lr=config.optim.lr, total_steps=max_steps),
+        build_schedule(config.scheduler, lr=config.optim.lr, total_steps=max_steps - start_step, start_step=start_step),
         optimizer.param_groups,
         overridden=plan.override_scheduler,
     )
     progress = Progress()
+    regroups = config.resume is not None and config.resume.regroup
     state.owners |= {
-        "model": ModelState(model),
-        "optimizer": OptimizerState(optimizer, keep=plan.keep_group_entries),
+        "model": weights,
+        "optimizer": OptimizerState(optimizer, keep=plan.keep_group_entries, regroup=regroups),
         "schedule": schedule,
         "progress": progress,
         "data": loader,
     }
+    pending = Pending(optimizer)
     if checkpoint is not None:
         try:
-            checkpoints.load(checkpoint)
+            _load(checkpoints, checkpoint, plan, pending, cut_of(config, world))
         except CorruptCheckpoint as error:
             damaged[checkpoint.path] = str(error)
             raise
         if "lr" not in plan.keep_group_entries and not plan.override_scheduler:
-            schedule.check_lr(progress.step)
+            schedule.check_lr(checkpoint.step)
     else:
         checkpoints.check_space()
     schedule.apply(progress.step)
+    last_step = min(max_steps, config.stop_step or max_steps)
+    if last_step <= progress.step < max_steps:
+        raise LaunchError(
+            f"nothing would be trained: the run is at step {progress.step} of {max_steps}, and stop_step is {last_step}. "
+            "Raise stop_step, or leave it out to train to the end"
+        )
     run = Run(
         config=config,
         run_dir=run_dir,
         world=world,
         device=device,
         model=model,
+        tokenizer=tokenizer,
+        weights=weights,
         optimizer=optimizer,
         schedule=schedule,
         loss_function=loss_function,
@@ -153,6 +203,9 @@ def _build(
         validation=_validation(config, data, world),
         progress=progress,
         checkpoints=checkpoints,
+        pending=pending,
+        boundaries=_boundaries(config, loader, world),
+        requests=requests,
         metrics=MetricsLog(
             run_dir,
             config,
@@ -161,13 +214,59 @@ def _build(
             max_steps=max_steps,
             run_id=run_id,
             fresh=checkpoint is None,
+            redo=pending.row is not None,
         ),
         max_steps=max_steps,
-        last_step=min(max_steps, config.stop_step or max_steps),
+        last_step=last_step,
         resumed_from=progress.step if checkpoint is not None else None,
     )
     _announce(run, plan, checkpoint)
     return run
+
+
+def _optimizer(config: RunConfig, model: CausalLM) -> tuple[Optimizer, Stateful]:
+    """Returns the optimizer in its offload mode, and the owner of the float32 weights it updates."""
+    roles = parameter_roles(model)
+    offloaded = build_offload(
+        config.model.offload,
+        partial(build_optimizer, config.optim),
+        build_groups(config.optim, model.named_parameters(), roles),
+        model,
+        ModelState(model),
+        compute_dtype=model.compute_dtype,
+        float32=[name for name, role in roles.items() if role == "embedding"],
+    )
+    return offloaded.optimizer, offloaded.weights
+
+
+def _load(
+    checkpoints: CheckpointManager, checkpoint: Checkpoint, plan: ResumePlan, pending: Pending, cut: dict[str, int]
+) -> None:
+    """Loads the checkpoint, but for what the plan leaves out and for gradients that do not fit this run's micro-steps."""
+    about = checkpoint.manifest.pending
+    if about is None:
+        checkpoints.load(checkpoint, skip=plan.skip)
+        return
+    skip = plan.skip
+    if plan.skip or plan.override_data or about.get("cut", cut) != cut:
+        skip |= {OWNER}
+        logger.info(
+            f"what is pending in the checkpoint ({about}) does not fit this run: the step is done from its beginning"
+        )
+    else:
+        pending.expect(about.get("micro_step", 0))
+    with checkpoints.app.joined_by({OWNER: pending}):
+        checkpoints.load(checkpoint, skip=skip)
+
+
+def _boundaries(config: RunConfig, loader: BatchLoader, world: World) -> Boundaries:
+    rows, batch_size = world.size * config.data.micro_batch_size, config.data.batch_size
+
+    def micro_steps_in(epoch: int) -> int:
+        batches, rest = divmod(loader.rows_in_epoch(epoch), batch_size)
+        return batches * -(-batch_size // rows) + -(-rest // rows)
+
+    return Boundaries(-(-batch_size // rows), config.data.epoch_end, micro_steps_in)
 
 
 def _max_steps(config: RunConfig, loader: BatchLoader) -> int:
@@ -188,9 +287,10 @@ def _validation(config: RunConfig, data: TrainData, world: World) -> list[Global
     return list(batches)
 
 
-def _describe(config: RunConfig, loader: BatchLoader) -> dict[str, Any]:
+def _describe(config: RunConfig, state: AppState) -> dict[str, Any]:
     """What a manifest says about the run, beside the state itself."""
-    return {"config": config.model_dump(mode="json"), "data": loader.state_dict(), "device": config.runtime.device}
+    data = state.owners["data"].state_dict()
+    return {"config": config.model_dump(mode="json"), "data": data, "device": config.runtime.device}
 
 
 def _announce(run: Run, plan: ResumePlan, checkpoint: Checkpoint | None) -> None:
@@ -204,7 +304,11 @@ def _announce(run: Run, plan: ResumePlan, checkpoint: Checkpoint | None) -> None
         source = "random weights" if config.model.random_init else f"weights of {config.model.name}"
         logger.info(f"fresh start: {source}, step 0, new optimizer, data from its beginning")
     else:
-        logger.info(f"resumed from {checkpoint.path}: step {run.progress.step}, optimizer, schedule and data position")
+        left_out = f", without {', '.join(sorted(plan.skip))}" if plan.skip else ""
+        cycle = f" and {run.pending.micro_step} micro-steps" if run.pending.micro_step else ""
+        logger.info(
+            f"resumed from {checkpoint.path}: step {run.progress.step}{cycle}, optimizer, schedule and data position{left_out}"
+        )
         for difference in plan.differences:
             logger.info(f"  {difference}")
     logger.info(f"training to step {run.last_step} of {run.max_steps}; {run.run_dir}/metrics.jsonl")

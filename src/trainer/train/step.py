@@ -13,6 +13,7 @@ from trainer.core.distributed import sum_over_ranks
 from trainer.core.rng import seed_micro_step
 from trainer.data.batch import GlobalBatch, MicroBatch
 from trainer.optim.clip import clip_gradients
+from trainer.optim.offload.base import OffloadOptimizer, updated_parameters
 
 LossFunction = Callable[[nn.Module, MicroBatch], Tensor]
 """Returns the sum of the loss over a micro-batch's supervised tokens: 0-dim, float32, differentiable."""
@@ -33,6 +34,11 @@ class StepResult:
     finite: bool
 
 
+Pause = Callable[[int, Tensor], bool]
+"""Called between two micro-steps with the number done and this rank's loss sum over them (0-dim, float64); the cycle is
+broken off where it returns True. Collective."""
+
+
 def train_step(
     model: nn.Module,
     optimizer: Optimizer,
@@ -44,7 +50,10 @@ def train_step(
     rank: int,
     device: torch.device,
     max_norm: float | None,
-) -> StepResult:
+    done: int = 0,
+    loss_sum: float = 0.0,
+    pause: Pause | None = None,
+) -> StepResult | None:
     """Runs forward and backward over this rank's micro-batches, then clips and updates.
 
     Every micro-batch's loss sum is divided by the supervised tokens of the *whole global batch*, and gradients are summed
@@ -52,22 +61,34 @@ def train_step(
 
     Args:
         step: updates done before this one; addresses the random draws.
+        done: micro-steps of this cycle whose gradients are there already; they are left out.
+        loss_sum: this rank's sum of losses over them.
+
+    Returns:
+        What was measured; None if `pause` broke the cycle off, which leaves the gradients where they are.
     """
     denominator = max(1, batch.supervised_tokens)
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.full((), loss_sum, dtype=torch.float64, device=device)
     for micro_step, micro_batch in enumerate(batch.micro_batches):
+        if micro_step < done:
+            continue
+        if pause is not None and micro_step > done and pause(micro_step, total):
+            return None
         _reduce_over_replicas(model, micro_step == len(batch.micro_batches) - 1)
         seed_micro_step(seed, step, micro_step, rank)
-        loss_sum = loss_function(model, micro_batch.to(device))
-        (loss_sum / denominator).backward()
-        total += loss_sum.detach()
-    loss = sum_over_ranks(total.item())[0] / denominator
-    grad_norm = clip_gradients(model.parameters(), max_norm).item()
-    finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        loss = loss_function(model, micro_batch.to(device))
+        (loss / denominator).backward()
+        total += loss.detach()
+    mean_loss = sum_over_ranks(total.item())[0] / denominator
+    if isinstance(optimizer, OffloadOptimizer):
+        grad_norm = optimizer.clip_gradients(max_norm).item()  # gradients may have left the device
+    else:
+        grad_norm = clip_gradients(updated_parameters(optimizer), max_norm).item()
+    finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
     if finite:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss=loss, grad_norm=grad_norm, finite=finite)
+    return StepResult(loss=mean_loss, grad_norm=grad_norm, finite=finite)
 
 
 def _reduce_over_replicas(model: nn.Module, is_last: bool) -> None:
@@ -78,13 +99,24 @@ def _reduce_over_replicas(model: nn.Module, is_last: bool) -> None:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, loss_function: LossFunction, batches: list[GlobalBatch], *, device: torch.device
-) -> tuple[float, int]:
-    """Returns (mean loss per supervised token, supervised tokens) over `batches`, without touching any state."""
+    model: nn.Module,
+    loss_function: LossFunction,
+    batches: list[GlobalBatch],
+    *,
+    device: torch.device,
+    pause: Callable[[], bool] | None = None,
+) -> tuple[float, int] | None:
+    """Returns (mean loss per supervised token, supervised tokens) over `batches`, without touching any state.
+
+    `pause` is called before each batch, on all ranks; None is returned where it answers True.
+    """
     total = torch.zeros((), dtype=torch.float64, device=device)
     was_training = model.training
     model.eval()
     for batch in batches:
+        if pause is not None and pause():
+            model.train(was_training)
+            return None
         for micro_batch in batch.micro_batches:
             total += loss_function(model, micro_batch.to(device))
     model.train(was_training)

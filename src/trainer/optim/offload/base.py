@@ -45,8 +45,12 @@ class OffloadOptimizer(Optimizer):
 
     @property
     def state(self) -> dict[Tensor, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """{parameter: {entry: live tensor on the host, or scalar}}. Waits for copies: what is read is complete."""
+        """{parameter: {entry: live tensor on the host, or scalar}}.
+
+        Waits for copies, so what is read is complete, and takes over what others have put there, so it is on the host.
+        """
         self.synchronize()
+        self._take_over()
         return self.inner.state
 
     @property
@@ -72,8 +76,12 @@ class OffloadOptimizer(Optimizer):
         """One update from the gradients at hand."""
 
     @abstractmethod
+    def _take_over(self) -> None:
+        """Brings state to the host that was added since the last call."""
+
+    @abstractmethod
     def _adopt(self, group: dict[str, Any]) -> None:
-        """Takes over the state of a group's parameters, which is new or was replaced by a load."""
+        """Takes over a group's parameters and their state, which are new or were replaced by a load."""
 
     # --- stepping -------------------------------------------------------------------------------------------------------
 
@@ -103,6 +111,11 @@ class OffloadOptimizer(Optimizer):
         self.synchronize()
         named = named_parameters(self)
         return {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
+
+    def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Makes these the sums of the micro-steps so far; a parameter that is not named has none."""
+        for name, parameter in named_parameters(self).items():
+            parameter.grad = gradients.get(name)
 
     def load_master_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
         """Makes new weights the ones that training goes on from; optimizer state stays.

@@ -16,6 +16,7 @@ from trainer.optim.offload.chunks import Chunk, ChunkedStep, plain_step, plan_ch
 from trainer.optim.offload.gradients import HostGradients
 from trainer.optim.offload.hosting import HostedState, StateOnHost
 from trainer.optim.offload.masters import HostMasters
+from trainer.optim.offload.native import NativeAdamW
 from trainer.optim.offload.state import Transfer, copies
 from trainer.optim.offload.tensors import largest_part_bytes, local_part
 
@@ -48,6 +49,7 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
         *,
         transfer: Transfer = "auto",
         chunk_bytes: int = CHUNK_BYTES,
+        native: bool = True,
         lanes: Lanes | None = None,
     ):
         """
@@ -56,6 +58,7 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
             masters: of these parameters and all others of the model, which has its compute dtype by now.
             arena: where gradients and state lie.
             chunk_bytes: masters that are stepped before their weights are sent.
+            native: step AdamW by the native kernel, if there is one with torch's bits.
         """
         self.masters = masters
         self._name_of = {id(p): name for name, p in masters.parameters.items()}
@@ -71,7 +74,7 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
         self._hosted = HostedState(self.inner, arena, torch.device("cpu"))
         self._hosted.adopt_new()
         lanes = lanes or Lanes()
-        largest_bytes = max((local_part(master).numel() * 4 for master in trained), default=0)
+        largest_bytes = max([2**12, *(local_part(master).numel() * 4 for master in trained)])
         self._gradients = HostGradients(
             arena, self._device, copies=self._copies, slot_bytes=min(GRADIENT_SLOT_BYTES, largest_bytes), lanes=lanes
         )
@@ -79,6 +82,7 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
             self._gradients.watch(masters.parameters[self._name_of[id(master)]], master)
         self._chunks: list[Chunk] = []
         self._chunk_bytes = chunk_bytes
+        self._native = NativeAdamW.of(self.inner) if native else None
         logger.debug(f"masters, gradients and optimizer state on the host: {self.host_bytes / 2**30:.2f} GiB")
 
     @property
@@ -92,6 +96,11 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
     def synchronize(self) -> None:
         self._gradients.finish()
         self.masters.synchronize()
+
+    def close(self) -> None:
+        """Leaves the model's gradients on the device again, for another optimizer. This one cannot be used any more."""
+        self.synchronize()
+        self._gradients.close()
 
     # --- gradients ------------------------------------------------------------------------------------------------------
 
@@ -107,6 +116,10 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
         self._scale = None
         return super().gradients()
 
+    def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        self.zero_grad()
+        self._gradients.restore({id(self.masters.masters[name]): tensor for name, tensor in gradients.items()})
+
     def clip_gradients(self, max_norm: float | None) -> Tensor:
         """Returns the global norm before clipping. The factor is applied within the step, chunk by chunk, while the
         gradients are in the cache; until then `.grad` shows them unclipped."""
@@ -121,9 +134,8 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
     def _update(self) -> None:
         self.synchronize()
         self.masters.check_unchanged()
-        if self._scale is None and not self._copies:
-            plain_step(self.inner)()
-            self.masters.refresh(self._names(updated_parameters(self)))
+        if self._scale is None and self.masters.all_shared:
+            plain_step(self.inner)()  # nothing is to be done per chunk
         else:
             self._step_on_host()
         self._scale = None
@@ -136,9 +148,25 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
         step = ChunkedStep(self.inner)
         for chunk in self._chunks:
             members = chunk.parameters(self.param_groups)
-            self._apply_scale(members)
-            step(chunk)
-            self.masters.refresh(self._names(members))
+            sent = self._step_natively(chunk)
+            if sent is None:
+                self._apply_scale(members)
+                step(chunk)
+            self.masters.refresh(self._names([member for member in members if id(member) not in (sent or ())]))
+
+    def _step_natively(self, chunk: Chunk) -> set[int] | None:
+        """Steps the chunk by the native kernel and returns the ids of the masters whose weights are on their way to the
+        device; None if the kernel does not take it."""
+        groups = self.param_groups
+        active = {index: [groups[index]["params"][i] for i in places] for index, places in chunk.members.items()}
+        active = {index: [m for m in masters if m.grad is not None] for index, masters in active.items()}
+        if self._native is None or not self._native.takes(active):
+            return None
+        staged = self.masters.stage(self._names([master for masters in active.values() for master in masters]))
+        places = {id(self.masters.masters[name]): values for name, values in staged.items()}
+        self._native.step(active, self._scale, places)
+        self.masters.send(staged)
+        return set(places)
 
     def _apply_scale(self, masters: list[Tensor]) -> None:
         for master in masters:
@@ -158,6 +186,9 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
         for master in group["params"]:
             self._gradients.watch(self.masters.parameters[self._name_of[id(master)]], master)
         self._adopt(group)
+
+    def _take_over(self) -> None:
+        self._hosted.adopt_new()
 
     def _adopt(self, group: dict[str, Any]) -> None:
         self._hosted.adopt(group["params"])

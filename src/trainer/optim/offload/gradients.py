@@ -4,7 +4,7 @@ Each device parameter has a hook that runs when its gradient is complete for thi
 the host and frees it, so the device holds the gradients of a few parameters and never of all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer.core.transfer import HostArena, Lanes, Mark
+from trainer.errors import TrainingError
 from trainer.optim.offload.tensors import around, local_part
 
 SLOTS = 4
@@ -60,7 +61,17 @@ class HostGradients:
             self._free.put(arena.take(torch.empty(slot_bytes, dtype=torch.uint8, device="meta")))
 
     def watch(self, parameter: Tensor, master: Tensor) -> None:
-        """Takes the gradients of the device parameter from now on, for `master` (float32, host)."""
+        """Takes the gradients of the device parameter from now on, for `master` (float32, host).
+
+        Raises:
+            TrainingError: they go to another optimizer already, which would leave nothing to this one.
+        """
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        if any(isinstance(getattr(hook, "__self__", None), HostGradients) for hook in hooks.values()):
+            raise TrainingError(
+                f"a parameter of shape {list(parameter.shape)} sends its gradients to another optimizer in mode "
+                '"full"; close() that one first'
+            )
         part = self._arena.take(local_part(master))
         self._sums[id(parameter)] = _Sum(master, part, around(part, master))
         self._hooks.append(parameter.register_post_accumulate_grad_hook(self._leave))
@@ -70,6 +81,16 @@ class HostGradients:
         pending, self._pending = self._pending, []
         for future in pending:
             future.result()
+
+    @torch.no_grad()
+    def restore(self, gradients: Mapping[int, Tensor]) -> None:
+        """Makes these the sums so far, by the `id` of their masters; other masters have none."""
+        self.finish()
+        for target in self._sums.values():
+            gradient = gradients.get(id(target.master))
+            target.master.grad = None if gradient is None else target.whole
+            if gradient is not None:
+                target.part.copy_(local_part(gradient))
 
     def close(self) -> None:
         """Lets gradients stay on the device again."""

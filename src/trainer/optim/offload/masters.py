@@ -67,13 +67,18 @@ class HostMasters:
         parts = [local_part(parameter) for parameter in self.parameters.values()]
         self._device = parts[0].device if parts else torch.device("cpu")
         self._lane = self._lanes.new(self._device)
-        slot_bytes = min(slot_bytes, max((part.numel() * 4 for part in parts), default=0))
+        slot_bytes = min(slot_bytes, sum(part.numel() for part in parts) * 4 + 2**12)
         shape = torch.empty(slot_bytes, dtype=torch.uint8, device="meta")
         self._slots = [arena.take(shape) for _ in range(SLOTS)] if copies else []
         self._sent: list[Mark] = [self._lane.mark()] * SLOTS
         self._next = 0
         self._versions: dict[str, tuple[int, int]] = {}
         self._see()
+
+    @property
+    def all_shared(self) -> bool:
+        """Whether every parameter is its own master."""
+        return len(self._shared) == len(self.parameters)
 
     # --- masters -> device ----------------------------------------------------------------------------------------------
 
@@ -92,6 +97,38 @@ class HostMasters:
                 self._lane.run(lambda target=target, source=source: target.copy_(source))
         self._lanes.current(self._device).wait(self._lane.mark())
         self._see(names)
+
+    @torch.no_grad()
+    def stage(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Returns where a step may itself write the rounded values of the named masters, for those that are bf16.
+
+        name -> contiguous bfloat16 host tensor of the size of the master's part. `send` must follow, and comes before
+        the next `stage`.
+        """
+        targets = {name: local_part(self.parameters[name]) for name in names if name not in self._shared}
+        targets = {name: t for name, t in targets.items() if t.dtype == torch.bfloat16 and t.is_contiguous()}
+        if not self._copies:
+            return targets  # the weights themselves
+        if sum(target.numel() for target in targets.values()) * 2 > self._slots[self._next].numel():
+            return {}
+        self._sent[self._next].synchronize()
+        rest, places = self._slots[self._next].view(torch.bfloat16), {}
+        for name, target in targets.items():
+            places[name], rest = rest[: target.numel()], rest[target.numel() :]
+        return places
+
+    @torch.no_grad()
+    def send(self, staged: Mapping[str, Tensor]) -> None:
+        """Queues the copies of staged values to the device."""
+        if self._copies and staged:
+            self._lane.wait(self._lanes.current(self._device).mark())
+            for name, values in staged.items():
+                target = local_part(self.parameters[name]).view(-1)
+                self._lane.run(lambda target=target, values=values: target.copy_(values, non_blocking=True))
+            self._sent[self._next] = self._lane.mark()
+            self._next = (self._next + 1) % SLOTS
+            self._lanes.current(self._device).wait(self._lane.mark())
+        self._see(staged)
 
     def synchronize(self) -> None:
         """Returns when the weights have reached the device: masters may be written again."""

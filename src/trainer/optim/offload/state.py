@@ -83,6 +83,9 @@ class CPUOffloadOptimizer(OffloadOptimizer):
         if self._stream is not None:
             self._stream.synchronize()
 
+    def _take_over(self) -> None:
+        self._hosted.adopt_new()
+
     def _adopt(self, group: dict[str, Any]) -> None:
         self._hosted.adopt(group["params"])
         self._hosted.stale = True
@@ -92,6 +95,7 @@ class CPUOffloadOptimizer(OffloadOptimizer):
             plain_step(self.inner)()
             self._hosted.adopt_new()
             return
+        self._hosted.adopt_new()
         if self._hosted.replan(self._entries):
             self._plan()
         assert self._stream is not None

@@ -1,0 +1,219 @@
+"""AdamW on the host in one pass over memory: clipping factor, update, and rounding of the weights to bf16.
+
+A small C kernel (`adamw.c`), compiled when it is first wanted. It is used only if, on this machine, it gives the very
+bits of torch's fused kernel; without a compiler, or with any difference, torch does the same in several passes.
+"""
+
+import ctypes
+import hashlib
+import math
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+
+from trainer.core.log import logger
+from trainer.optim.offload.tensors import local_part
+
+SOURCE = Path(__file__).with_name("adamw.c")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
+SWITCH = "TRAINER_NATIVE"
+"""Environment variable; "0" leaves everything to torch."""
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("param", "grad", "exp_avg", "exp_avg_sq", "rounded")),
+        ("size", ctypes.c_int64),
+        *((name, ctypes.c_float) for name in ("decay", "weight", "beta2", "rest2", "correction", "eps", "move")),
+    ]
+
+
+class NativeAdamW:
+    """Steps parameters of an `AdamW` on the host, with the bits of its own fused step."""
+
+    def __init__(self, optimizer: AdamW, kernel: Any):
+        self._optimizer = optimizer
+        self._kernel = kernel
+        self._threads = torch.get_num_threads()
+        self._workers = ThreadPoolExecutor(max(1, self._threads - 1), thread_name_prefix="adamw")
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> "NativeAdamW | None":
+        """Returns None where the kernel cannot be had, or the update rule is another one."""
+        if type(optimizer) is not AdamW or os.environ.get(SWITCH) == "0":
+            return None
+        kernel = load_kernel()
+        return None if kernel is None else cls(optimizer, kernel)
+
+    def takes(self, parameters: Mapping[int, Sequence[Tensor]]) -> bool:
+        """Whether the kernel can step these parameters: group index -> parameters with a gradient."""
+        groups = self._optimizer.param_groups
+        return all(
+            _plain(groups[index]) and all(self._fits(parameter) for parameter in members)
+            for index, members in parameters.items()
+        )
+
+    def step(
+        self, parameters: Mapping[int, Sequence[Tensor]], factor: Tensor | None, rounded: Mapping[int, Tensor]
+    ) -> None:
+        """One update.
+
+        factor: 0-dim float32; the gradients are multiplied by it first, in place.
+        rounded: id of a parameter -> contiguous bfloat16 host tensor that takes its new values.
+        """
+        members = [(index, parameter) for index, several in parameters.items() for parameter in several]
+        if not members:
+            return
+        state = self._optimizer.state
+        torch._foreach_add_([state[parameter]["step"] for _, parameter in members], 1)  # pyright: ignore[reportPrivateImportUsage]
+        tensors = (_Tensor * len(members))()
+        for tensor, (index, parameter) in zip(tensors, members, strict=True):
+            _fill(tensor, parameter, state[parameter], self._optimizer.param_groups[index], rounded.get(id(parameter)))
+        scale = (1.0, 0) if factor is None else (factor.item(), 1)
+        arguments = (tensors, len(members), *scale)
+        shares = [self._workers.submit(self._kernel, *arguments, k, self._threads) for k in range(1, self._threads)]
+        self._kernel(*arguments, 0, self._threads)
+        for share in shares:
+            share.result()
+
+    def _fits(self, parameter: Tensor) -> bool:
+        state = self._optimizer.state.get(parameter, {})
+        if not {"step", "exp_avg", "exp_avg_sq"} <= state.keys() or parameter.grad is None:
+            return False
+        parts = [local_part(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
+        return all(t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous() for t in parts)
+
+
+def _plain(group: Mapping[str, Any]) -> bool:
+    """Whether the group's update is the one that the kernel knows; torch's other branches are left to torch."""
+    numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+    special = ("amsgrad", "maximize", "capturable", "differentiable")
+    return (
+        bool(group["fused"])
+        and not any(group[name] for name in special)
+        and all(isinstance(number, int | float) for number in numbers)
+        and 1 - group["betas"][0] < 0.5
+    )
+
+
+def _fill(tensor: _Tensor, parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out: Any) -> None:
+    step, (beta1, beta2) = state["step"].item(), group["betas"]
+    assert parameter.grad is not None
+    tensor.param = local_part(parameter).data_ptr()
+    tensor.grad = local_part(parameter.grad).data_ptr()
+    tensor.exp_avg = local_part(state["exp_avg"]).data_ptr()
+    tensor.exp_avg_sq = local_part(state["exp_avg_sq"]).data_ptr()
+    tensor.rounded = None if out is None else out.data_ptr()
+    tensor.size = local_part(parameter).numel()
+    tensor.decay = 1 - group["lr"] * group["weight_decay"]
+    tensor.weight = 1 - beta1
+    tensor.beta2, tensor.rest2 = beta2, 1 - beta2
+    tensor.correction = math.sqrt(1 - beta2**step)
+    tensor.eps = group["eps"]
+    tensor.move = -(group["lr"] / (1 - beta1**step))
+
+
+# --- the kernel -----------------------------------------------------------------------------------------------------
+
+
+@cache
+def load_kernel() -> Any:
+    """Returns the compiled kernel, checked against torch; None, with one log line, if it cannot be used."""
+    try:
+        kernel = ctypes.CDLL(str(_compiled())).trainer_adamw
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+        logger.info(f"AdamW on the host runs in several passes (torch's): the native kernel cannot be built: {error}")
+        return None
+    kernel.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    kernel.restype = None
+    if not equals_torch(kernel):
+        logger.info("AdamW on the host runs in several passes (torch's): the native kernel's bits differ from torch's")
+        return None
+    return kernel
+
+
+def _compiled() -> Path:
+    """Returns the shared library for this source, compiler and processor, from the user's cache if it is there."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        raise FileNotFoundError("there is no C compiler (cc)")
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    info = Path("/proc/cpuinfo")  # a home directory may be shared by machines with other instructions
+    flags = [line for line in info.read_text().splitlines() if line.startswith("flags")][:1] if info.exists() else []
+    identity = (SOURCE.read_bytes(), version, platform.machine(), *FLAGS, *flags)
+    key = hashlib.blake2b(repr(identity).encode(), digest_size=8).hexdigest()
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "exact-trainer"
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=home):
+            pass
+    except OSError:
+        home = Path(tempfile.mkdtemp(prefix="exact-trainer-"))
+    target = home / f"adamw-{key}.so"
+    if not target.exists():
+        made = target.with_suffix(f".{os.getpid()}")
+        command = [compiler, *FLAGS, "-o", str(made), str(SOURCE), "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise OSError(f"{' '.join(command)} failed: {done.stderr.strip()[:500]}")
+        made.replace(target)  # ranks that compile at the same time put the same file there
+    return target
+
+
+@torch.no_grad()
+def equals_torch(kernel: Any) -> bool:
+    """Whether the kernel gives torch's bits: all lengths of tails, decay or none, factor or none, early and late steps."""
+    generator = torch.Generator().manual_seed(0)
+    parameters, copies = [], []
+    for size in (*range(1, 18), 1003):
+        values = torch.randn(size, generator=generator)
+        parameters.append(torch.nn.Parameter(values.clone()))
+        copies.append(torch.nn.Parameter(values.clone()))
+    cases = ((0.0, (0.9, 0.95), 1e-3, 0), (0.1, (0.8, 0.999), 1e-2, 5000))
+    for decay, betas, lr, first_step in cases:
+        options: dict[str, Any] = {"lr": lr, "betas": betas, "weight_decay": decay, "eps": 1e-8, "fused": True}
+        ours, theirs = AdamW(parameters, **options), AdamW(copies, **options)
+        for a, b in zip(parameters, copies, strict=True):
+            moments = torch.randn(2, a.numel(), generator=generator) * 0.01
+            for optimizer, parameter in ((ours, a), (theirs, b)):
+                optimizer.state[parameter] = {
+                    "step": torch.tensor(float(first_step)),
+                    "exp_avg": moments[0].clone(),
+                    "exp_avg_sq": moments[1].square(),
+                }
+            a.grad = torch.randn(a.shape, generator=generator) * 0.01
+            b.grad = a.grad.clone()
+        native = NativeAdamW(ours, kernel)
+        for factor in (None, torch.tensor(0.37)):
+            rounded = {
+                id(parameter): torch.empty_like(parameter, dtype=torch.bfloat16) for parameter in parameters[::2]
+            }
+            native.step({0: parameters}, factor, rounded)
+            for parameter in copies:
+                if factor is not None:
+                    parameter.grad.mul_(factor)  # pyright: ignore[reportOptionalMemberAccess]
+            theirs.step()
+            if not _same(ours, theirs, parameters, copies, rounded):
+                return False
+    return True
+
+
+def _same(ours: AdamW, theirs: AdamW, a: Sequence[Tensor], b: Sequence[Tensor], rounded: Mapping[int, Tensor]) -> bool:
+    for x, y in zip(a, b, strict=True):
+        pairs = [(x, y), (x.grad, y.grad), *((ours.state[x][key], theirs.state[y][key]) for key in ours.state[x])]
+        if id(x) in rounded:
+            pairs.append((rounded[id(x)], y.to(torch.bfloat16)))
+        if not all(torch.equal(mine, other) for mine, other in pairs):  # type: ignore[arg-type]
+            return False
+    return True

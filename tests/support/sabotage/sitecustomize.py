@@ -1,0 +1,63 @@
+"""Makes the restore of every `trainer` process faulty, in the way that SABOTAGE names. On PYTHONPATH of child processes.
+
+Python imports a module of this name at its start. The trainer is patched when its own module is imported, so that nothing
+in src/ knows about this.
+"""
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+
+TARGETS = {
+    "skip": "trainer.checkpoint.app_state",
+    "noise": "trainer.train.step",
+}
+
+
+class _PatchAfterImport(importlib.abc.MetaPathFinder):
+    def __init__(self, target, patch):
+        self.target, self.patch = target, patch
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self.target:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            self.patch(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def _skip(owner):
+    """The owner's state is not taken over."""
+
+    def patch(module):
+        load = module.AppState.load
+        module.AppState.load = lambda self, directory, *, skip=frozenset(): load(self, directory, skip={*skip, owner})
+
+    return patch
+
+
+def _noise(module):
+    """A kernel that is not deterministic: the last bit of the loss depends on the process."""
+    step = module.train_step
+
+    def train_step(model, optimizer, loss_function, batch, **keywords):
+        def noisy(model, micro_batch):
+            return loss_function(model, micro_batch) * (1 + 1e-6 * (os.getpid() % 97))
+
+        return step(model, optimizer, noisy, batch, **keywords)
+
+    module.train_step = train_step
+
+
+_kind, _, _what = os.environ.get("SABOTAGE", "").partition(":")
+if _kind in TARGETS:
+    _patch = _skip(_what) if _kind == "skip" else _noise
+    sys.meta_path.insert(0, _PatchAfterImport(TARGETS[_kind], _patch))

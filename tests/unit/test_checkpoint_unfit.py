@@ -1,0 +1,114 @@
+"""States that must not be gone on from: not finite, or in the middle of a cycle without its gradients."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.checkpoints import Run, in_killed_process, steps_of, whole
+from trainer.checkpoint.discovery import Status, discover
+from trainer.checkpoint.finite import first_nonfinite
+from trainer.cli.ckpt import main as ckpt
+from trainer.errors import CheckpointError
+
+
+def states(run_dir: Path) -> dict[int | None, Status]:
+    return {candidate.step: candidate.status for candidate in discover(run_dir / "checkpoints")}
+
+
+def poison(run: Run, value: float = float("nan")) -> None:
+    with torch.no_grad():
+        run.module[0].weight[3, 2] = value  # pyright: ignore[reportArgumentType, reportIndexIssue]
+
+
+def unsafe(run: Run, kind: str) -> None:
+    if kind == "not finite":
+        poison(run)
+        run.save()
+    else:
+        run.manager.save(run.step, micro_step=2)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_state_with_weights_that_are_not_finite_is_never_resumable(value, tmp_path):
+    run = Run(tmp_path)
+    run.train(2)
+    run.save()
+    run.train()
+    poison(run, value)
+    run.save()
+    assert states(tmp_path) == {2: Status.COMMITTED, 3: Status.NOT_RESUMABLE}
+    assert discover(tmp_path / "checkpoints")[1].reason == "model.0.weight has a value that is not finite"
+    assert Run(tmp_path).resume() == 2
+
+
+def test_first_nonfinite():
+    big = torch.full((64,), 3e38)  # finite, and its sum is not
+    state = {"model.a": big, "model.i": torch.ones(2, dtype=torch.int64), "model.e": torch.ones(0)}
+    assert first_nonfinite(state, "model") is None
+    state["optimizer.a"] = torch.tensor([float("nan")])
+    assert first_nonfinite(state, "model") is None
+    state["model.b"] = torch.tensor([1.0, float("inf"), float("-inf")]).bfloat16()
+    assert first_nonfinite(state, "model") == "model.b"
+
+
+@pytest.mark.parametrize("kind", ["not finite", "mid-cycle"])
+def test_e6_resumed_from_8_beside_an_unsafe_12(kind, tmp_path):
+    """4 and 8 are safe, 12 is not, keep_last = 1: resumed, killed at any moment of the next save and prune, resumed."""
+    reference = Run(tmp_path / "reference")
+    reference.train(12)
+    first = Run(tmp_path / "run")
+    for _ in range(3):
+        first.train(4)
+        unsafe(first, kind) if first.step == 12 else first.save()
+    assert [states(tmp_path / "run")[step] is Status.COMMITTED for step in (4, 8, 12)] == [True, True, False]
+
+    second = Run(tmp_path / "run", keep_last=1)
+    assert second.resume() == 8
+    second.train(4)
+    snapshot = shutil.copytree(tmp_path / "run", tmp_path / "snapshot")
+    interrupted, moment = True, 0
+    while interrupted:
+        shutil.rmtree(tmp_path / "run")
+        shutil.copytree(snapshot, tmp_path / "run")
+        interrupted = in_killed_process(second.save, moment)
+        third = Run(tmp_path / "run", keep_last=1)
+        assert third.resume() in (8, 12)
+        third.train(12 - third.step)
+        assert whole(third.app.state_dict()) == whole(reference.app.state_dict())
+        moment += 1
+    assert moment > 10
+    assert steps_of(tmp_path / "run") == [12]
+
+
+def test_a_mid_cycle_state_is_refused_by_name_before_anything_is_loaded(tmp_path, capsys):
+    run = Run(tmp_path)
+    run.train(4)
+    run.manager.save(4, micro_step=3)
+    fresh = Run(tmp_path, seed=1)
+    before = whole(fresh.app.state_dict())
+    for resume in ({}, {"step": 4}, {"dir": str(tmp_path / "checkpoints" / "step_00000004")}):
+        with pytest.raises(CheckpointError, match=r"step_00000004.*micro-step 3 of a cycle, without the gradients"):
+            fresh.resume(**resume)
+    assert whole(fresh.app.state_dict()) == before
+    assert ckpt(["ls", str(tmp_path)]) == 0
+    assert "mid-cycle" in capsys.readouterr().out
+    run.manager.save(4, micro_step=3, pending={"micro_step": 3})
+    assert states(tmp_path) == {4: Status.COMMITTED}
+
+
+def test_a_step_is_written_again_when_there_is_more_in_it(tmp_path):
+    run = Run(tmp_path)
+    run.train(2)
+    path = run.save()
+    created = [path.stat().st_ino]
+    for micro_step, pending in ((0, None), (1, {"micro_step": 1}), (1, {"micro_step": 1}), (0, None)):
+        run.manager.save(2, micro_step=micro_step, pending=pending)
+        created.append(path.stat().st_ino)
+    # as it is; with a cycle's gradients; as that is; the boundary's state alone is in it already
+    assert [a == b for a, b in zip(created, created[1:], strict=False)] == [True, False, True, True]
+    run.manager.save(2, pending={"row": 2})
+    run.manager.save(2)
+    assert created[-1] != path.stat().st_ino
+    assert discover(tmp_path / "checkpoints")[0].checkpoint().manifest.pending is None
