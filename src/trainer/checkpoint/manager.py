@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -126,7 +126,7 @@ class CheckpointManager:
             dtypes=dict(sorted(dtypes.items())),
             parent=self._parent,
             run=run,
-            versions={"trainer": version("exact-trainer"), "torch": version("torch")},
+            versions=_versions(),
         )
         write = partial(self._write, shard, global_bytes(state), manifest)
         if self.config.async_:
@@ -383,6 +383,11 @@ class CheckpointManager:
         shards = sorted(filter(is_shard, manifest.files))
         size = self.world.size
         return {n: manifest.files[n] for k, n in enumerate(shards) if k * size // len(shards) == self.world.rank}
+
+
+@cache
+def _versions() -> Mapping[str, str]:
+    return {"trainer": version("exact-trainer"), "torch": version("torch")}
 
 
 def _refusal(candidate: Candidate, problem: str) -> CheckpointError:

@@ -11,7 +11,6 @@ import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -76,9 +75,9 @@ class Shard:
     plan: ShardPlan
     """With the values that are no tensors."""
     tensors: Sequence[Tensor]
-    """One per entry of the plan; live, or lying in `block`."""
-    block: Tensor | None
-    """uint8 [plan.size_bytes] on CPU: the file, with room for its header; None = the tensors are live."""
+    """The live ones, one per entry of the plan; none where they were copied."""
+    block: np.ndarray | None
+    """Their copy: uint8 [plan.size_bytes], the file with room for its header."""
 
     def parts(self) -> Iterator[memoryview]:
         """Yields the bytes of the file from front to back; live tensors are brought to the host one at a time."""
@@ -88,7 +87,7 @@ class Shard:
             for tensor in self.tensors:
                 yield tensor_bytes(tensor.detach().cpu().contiguous())
         else:
-            file = tensor_bytes(self.block)
+            file = memoryview(self.block)
             file[: len(header)] = header
             yield file
 
@@ -146,23 +145,20 @@ class HostMemory:
         """Returns the shard with its tensors copied to where they lie in the file; returns when that is done."""
         if self._block.numel() < plan.size_bytes:
             self._block = _allocate(plan.size_bytes + plan.size_bytes // 64 + (1 << 20), self._device)
-        block = self._block[: plan.size_bytes]
-        targets, jobs = [], []
+        block, jobs = self._block.numpy(), []
         for entry, source in zip(plan.entries, sources, strict=True):
             chunk = entry.chunk
-            target = block[chunk.start : chunk.start + chunk.size_bytes].view(source.dtype).view(chunk.sizes)
-            targets.append(target)
             if source.device.type == "cpu" and source.is_contiguous():
-                pair = (_array(target), _array(source))
-                jobs += [
-                    (pair[0][start:end], pair[1][start:end])
-                    for start, end in pairwise([*range(0, chunk.size_bytes, _COPY_BYTES), chunk.size_bytes])
-                ]
+                array = source.detach().reshape(-1).view(torch.uint8).numpy()
+                for start in range(0, chunk.size_bytes, _COPY_BYTES):
+                    piece = array[start : start + _COPY_BYTES]
+                    jobs.append((block[chunk.start + start : chunk.start + start + len(piece)], piece))
             else:
+                target = self._block[chunk.start : chunk.start + chunk.size_bytes].view(source.dtype).view(chunk.sizes)
                 target.copy_(source.detach(), non_blocking=True)
         self._copy_all(jobs)
         devices.synchronize(self._device)
-        return Shard(plan, targets, block)
+        return Shard(plan, (), block[: plan.size_bytes])
 
     def _copy_all(self, jobs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         """One memcpy per job: torch would start and join its threads for each tensor, which costs more than small copies
@@ -301,11 +297,6 @@ def _rank() -> int:
 def _device_of(tensors: Any) -> torch.device:
     """Returns the device to synchronise with, and to lock pages for: that of a tensor beyond the host, if any is."""
     return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
-
-
-def _array(tensor: Tensor) -> np.ndarray:
-    """Returns the memory of a contiguous CPU tensor: uint8 [bytes]."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
 def _allocate(size_bytes: int, device: torch.device) -> Tensor:
