@@ -67,10 +67,10 @@ def traffic(model: Weights, clip: bool) -> Step:
     floats = [torch.rand(count) for _ in range(3)]
     halves = [torch.rand(count).bfloat16() for _ in range(2)]
     kernel = _compile(TRAFFIC)
-    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (*floats, *halves)]
     pool = ThreadPoolExecutor()
 
     def step() -> None:
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (*floats, *halves)]
         threads = torch.get_num_threads()
         edges = [ctypes.c_int64(count * part // threads) for part in range(threads + 1)]
         done = [pool.submit(kernel, *pointers, edges[part], edges[part + 1]) for part in range(1, threads)]

@@ -32,8 +32,8 @@ def schedule_of_torch(state: Mapping[str, Any]) -> Schedule | None:
         raise CheckpointError(f"the saved learning-rate scheduler cannot be read: {error!r}") from error
     if schedule is None:
         raise CheckpointError(
-            f"the state's learning rate goes on as {_shapes(parts)}, which is no schedule of this trainer; let the config's apply "
-            "from here on with --schedule config"
+            f"the state's learning rate goes on as {_shapes(parts)}, which is no schedule of this trainer; let the config's "
+            "apply from here on with --schedule config"
         )
     return schedule
 
