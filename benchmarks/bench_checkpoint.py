@@ -1,6 +1,9 @@
 """Saving and loading against the disk itself, plain DCP, torch.save and safetensors; saves beside the training; finding
 checkpoints; how much later the first step of a resumed run comes."""
 
+# pyright: reportPrivateImportUsage=false
+# torch documents these names without listing them in __all__.
+
 import json
 import shutil
 import statistics

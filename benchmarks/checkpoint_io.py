@@ -1,5 +1,8 @@
 """Ways to write and read the state of a run, ours and others', each as one function over the same tensors."""
 
+# pyright: reportPrivateImportUsage=false
+# torch documents these names without listing them in __all__.
+
 import fcntl
 import mmap
 import os

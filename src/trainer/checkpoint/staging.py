@@ -87,7 +87,7 @@ class Shard:
             for tensor in self.tensors:
                 yield tensor_bytes(tensor.detach().cpu().contiguous())
         else:
-            file = memoryview(self.block)
+            file = self.block.data
             file[: len(header)] = header
             yield file
 
