@@ -36,23 +36,21 @@ def test_a_sound_trainer_is_exact(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("owner", "key", "step", "cause"),
+    ("fault", "key", "step", "cause"),
     [
-        ("optimizer", "loss", 4, "optimizer's state"),
-        ("data", "ids", 3, "the samples of step 1"),
-        ("model", "loss", 3, "the weights were not restored exactly"),
+        ("skip:optimizer", "loss", 4, "optimizer's state"),
+        ("skip:data", "ids", 3, "the samples of step 1"),
+        ("nudge:model", "loss", 3, "the weights were not restored exactly"),
     ],
 )
-def test_a_part_that_is_not_restored_is_named(owner, key, step, cause, tmp_path):
+def test_a_part_that_is_not_restored_is_named(fault, key, step, cause, tmp_path):
     """Without AdamW's moments the first resumed loss is still right: it is computed before the update."""
-    code, found, text = check(
-        "--steps", "6", "--at", "3", "--json", "--keep", str(tmp_path / "kept"), sabotage=f"skip:{owner}"
-    )
+    code, found, text = check("--steps", "6", "--at", "3", "--json", "--keep", str(tmp_path / "kept"), sabotage=fault)
     assert code == 1, text
     assert found["verdict"] == "different"
     assert found["first"]["key"] == key and found["first"]["step"] in (step, step - 1)
     assert cause in found["cause"], found["cause"]
-    assert "the kernels are deterministic" in found["cause"] or owner == "data"  # the run was repeated by itself
+    assert "the kernels are deterministic" in found["cause"] or fault == "skip:data"  # the run was repeated by itself
     assert {difference["owner"] for difference in found["checkpoint_differences"]} >= {"model"}
     assert sorted(path.name for path in (tmp_path / "kept").iterdir() if path.is_dir()) == [
         "never-stopped",

@@ -11,6 +11,7 @@ import sys
 
 TARGETS = {
     "skip": "trainer.checkpoint.app_state",
+    "nudge": "trainer.checkpoint.app_state",
     "noise": "trainer.train.step",
 }
 
@@ -44,6 +45,22 @@ def _skip(owner):
     return patch
 
 
+def _nudge(owner):
+    """The owner's first tensor is not quite what was saved, once everything has been loaded and verified."""
+
+    def patch(module):
+        load = module.AppState.load
+
+        def load_and_nudge(self, directory, **keywords):
+            load(self, directory, **keywords)
+            tensor = next(iter(self.owners[owner].state_dict().values()))
+            tensor.detach().mul_(1.001)
+
+        module.AppState.load = load_and_nudge
+
+    return patch
+
+
 def _noise(module):
     """A kernel that is not deterministic: the last bit of the loss depends on the process."""
     step = module.train_step
@@ -59,5 +76,5 @@ def _noise(module):
 
 _kind, _, _what = os.environ.get("SABOTAGE", "").partition(":")
 if _kind in TARGETS:
-    _patch = _skip(_what) if _kind == "skip" else _noise
+    _patch = {"skip": _skip(_what), "nudge": _nudge(_what), "noise": _noise}[_kind]
     sys.meta_path.insert(0, _PatchAfterImport(TARGETS[_kind], _patch))
