@@ -22,7 +22,6 @@ COMPARISONS = (
 )
 """Ours, the reference, whether both clip to a global norm, and the most that ours may take of the reference's time."""
 
-
 REFERENCES = {
     "flat": "torch over one flat tensor",
     "none": "torch",
@@ -36,9 +35,7 @@ def run(options: Options) -> Result:
     for ours, reference, clip, bound in COMPARISONS:
         if reference == "traffic" and shutil.which("cc") is None:
             continue
-        label = (
-            f"{ours} / {'torch over one flat tensor' if reference == 'flat' else 'torch'}{', clipped' if clip else ''}"
-        )
+        label = f"{ours} / {REFERENCES[reference]}{', clipped' if clip else ''}"
         workers = {
             role: our_worker("benchmarks.offload_loop", size | {"variant": variant, "clip": clip})
             for role, variant in (("ours", ours), ("reference", reference))

@@ -1,5 +1,6 @@
 """Mode "full": masters, gradients and optimizer state on the host; the device has weights in the compute dtype."""
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -134,7 +135,7 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
     def _update(self) -> None:
         self.synchronize()
         self.masters.check_unchanged()
-        if self._scale is None and self.masters.all_shared:
+        if self._native is None and self._scale is None and self.masters.all_shared:
             plain_step(self.inner)()  # nothing is to be done per chunk
         else:
             self._step_on_host()
@@ -143,7 +144,10 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
 
     def _step_on_host(self) -> None:
         if self._hosted.stale:
-            self._chunks = plan_chunks(self.inner, largest_part_bytes, self._chunk_bytes)
+            # Chunks are for sending what is ready, and for passes that follow each other while data is in the cache.
+            is_one_pass = self._native is not None and not self._copies
+            chunk_bytes = sys.maxsize if is_one_pass else self._chunk_bytes
+            self._chunks = plan_chunks(self.inner, largest_part_bytes, chunk_bytes)
             self._hosted.stale = False
         step = ChunkedStep(self.inner)
         for chunk in self._chunks:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from trainer.core.log import logger
-from trainer.optim.offload.tensors import local_part
+from trainer.optim.offload.tensors import bare_part
 
 SOURCE = Path(__file__).with_name("adamw.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
@@ -45,8 +45,9 @@ class NativeAdamW:
     def __init__(self, optimizer: AdamW, kernel: Any):
         self._optimizer = optimizer
         self._kernel = kernel
-        self._threads = torch.get_num_threads()
-        self._workers = ThreadPoolExecutor(max(1, self._threads - 1), thread_name_prefix="adamw")
+        self._workers = ThreadPoolExecutor(
+            os.cpu_count() or 1, thread_name_prefix="adamw"
+        )  # started as they are needed
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "NativeAdamW | None":
@@ -82,8 +83,9 @@ class NativeAdamW:
             _fill(tensor, parameter, state[parameter], self._optimizer.param_groups[index], rounded.get(id(parameter)))
         scale = (1.0, 0) if factor is None else (factor.item(), 1)
         arguments = (tensors, len(members), *scale)
-        shares = [self._workers.submit(self._kernel, *arguments, k, self._threads) for k in range(1, self._threads)]
-        self._kernel(*arguments, 0, self._threads)
+        threads = torch.get_num_threads()
+        shares = [self._workers.submit(self._kernel, *arguments, k, threads) for k in range(1, threads)]
+        self._kernel(*arguments, 0, threads)
         for share in shares:
             share.result()
 
@@ -91,7 +93,7 @@ class NativeAdamW:
         state = self._optimizer.state.get(parameter, {})
         if not {"step", "exp_avg", "exp_avg_sq"} <= state.keys() or parameter.grad is None:
             return False
-        parts = [local_part(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
+        parts = [bare_part(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
         return all(t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous() for t in parts)
 
 
@@ -110,12 +112,12 @@ def _plain(group: Mapping[str, Any]) -> bool:
 def _fill(tensor: _Tensor, parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out: Any) -> None:
     step, (beta1, beta2) = state["step"].item(), group["betas"]
     assert parameter.grad is not None
-    tensor.param = local_part(parameter).data_ptr()
-    tensor.grad = local_part(parameter.grad).data_ptr()
-    tensor.exp_avg = local_part(state["exp_avg"]).data_ptr()
-    tensor.exp_avg_sq = local_part(state["exp_avg_sq"]).data_ptr()
+    tensor.param = bare_part(parameter).data_ptr()
+    tensor.grad = bare_part(parameter.grad).data_ptr()
+    tensor.exp_avg = bare_part(state["exp_avg"]).data_ptr()
+    tensor.exp_avg_sq = bare_part(state["exp_avg_sq"]).data_ptr()
     tensor.rounded = None if out is None else out.data_ptr()
-    tensor.size = local_part(parameter).numel()
+    tensor.size = bare_part(parameter).numel()
     tensor.decay = 1 - group["lr"] * group["weight_decay"]
     tensor.weight = 1 - beta1
     tensor.beta2, tensor.rest2 = beta2, 1 - beta2
