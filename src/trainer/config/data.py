@@ -35,7 +35,20 @@ class FakeConfig(Section):
     """Ids are drawn from [0, vocab_size)."""
 
 
-class DataConfig(Section):
+class RowsConfig(Section):
+    """How documents are laid out in rows, and rows in micro-batches."""
+
+    seq_len: int = Field(default=2048, ge=2)
+    """Tokens in a row; longer documents are cut at this length."""
+    pack: bool = True
+    """Put several documents into a row (best-fit-decreasing); they never attend to each other."""
+    micro_batch_size: PositiveInt = 1
+    """Rows of one rank in one micro-step; batch_size / (micro_batch_size x ranks) micro-steps make a step, the same step."""
+    log_ids: bool = False
+    """Write the sample ids of every global batch to samples.jsonl."""
+
+
+class DataConfig(RowsConfig):
     """Documents, rows and batches."""
 
     sources: tuple[SourceConfig, ...] = ()
@@ -46,14 +59,8 @@ class DataConfig(Section):
     """Without `val_sources`: hold this many documents out of the training sources (chosen by `seed`); 0 = none."""
     fake: FakeConfig | None = None
     """Synthetic data for benchmarks ([data.fake])."""
-    seq_len: int = Field(default=2048, ge=2)
-    """Tokens in a row; longer documents are cut at this length."""
-    pack: bool = True
-    """Put several documents into a row (best-fit-decreasing); they never attend to each other."""
     batch_size: PositiveInt = 64
     """Rows in one optimizer step, over all ranks and micro-steps."""
-    micro_batch_size: PositiveInt = 1
-    """Rows of one rank in one micro-step; batch_size / (micro_batch_size x ranks) micro-steps make a step, the same step."""
     epoch_end: Literal["carry", "flush"] = "carry"
     """"carry": batches run on across the end of an epoch; "flush": an epoch's last, shorter batch is applied by itself."""
     shuffle: bool = True
@@ -66,18 +73,21 @@ class DataConfig(Section):
     """Supervise the prompt of `prompt`+`completion` rows as well."""
     on_bad_row: Literal["fail", "skip"] = "fail"
     """A row that cannot be read or tokenized: "fail" names file and line, "skip" counts it and goes on."""
-    log_ids: bool = False
-    """Write the sample ids of every global batch to samples.jsonl."""
     cache_dir: str | None = None
     """Folder for tokenized data; default $XDG_CACHE_HOME/exact-trainer or ~/.cache/exact-trainer."""
 
 
-class ValConfig(Section):
-    """Validation loss on held-out documents."""
+class MeasureConfig(Section):
+    """Measuring on held-out data."""
 
     interval: NonNegativeInt = 0
-    """Validate every N steps and after the last one; 0 = never."""
+    """Measure every N steps and after the last one; 0 = never."""
+    at_start: bool = True
+    """Also measure before the first step of a fresh run (step 0)."""
+
+
+class ValConfig(MeasureConfig):
+    """Validation loss on held-out documents."""
+
     batches: NonNegativeInt = 0
     """Rows used are `batches` x data.batch_size; 0 = all held-out rows."""
-    at_start: bool = True
-    """Also validate before the first step of a fresh run (step 0)."""
