@@ -264,6 +264,9 @@ class BatchLoader:
             self._rows[epoch] = len(self._sequence.plan(epoch)) if varies or epoch == 0 else self.rows_in_epoch(0)
         return self._rows[epoch]
 
+    def settle(self) -> None:
+        """Nothing is under way that a checkpoint would have to know of."""
+
     def close(self) -> None:
         """Ends the loader processes."""
         self._iterator = self._loader = None  # torch ends them when the last reference goes
