@@ -97,7 +97,7 @@ def take_step(run: Run, batch: GlobalBatch) -> dict[str, float] | None:
         _not_finite(run, result, progress.step + 1)
     progress.advance(batch, applied=result.finite)
     run.schedule.apply(progress.step)
-    return {
+    return result.measures | {
         "step": progress.step,
         "loss": result.loss,
         "lr": lr,
@@ -105,7 +105,6 @@ def take_step(run: Run, batch: GlobalBatch) -> dict[str, float] | None:
         "tokens": progress.tokens,
         "samples": progress.samples,
         "epoch": progress.epoch,
-        **result.measures,
     }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from trainer.core.distributed import gather_objects, sum_over_ranks
+from trainer.core.distributed import sum_over_ranks
 from trainer.core.rng import seed_micro_step
 from trainer.data.batch import GlobalBatch, MicroBatch
 from trainer.optim.clip import clip_gradients
@@ -22,11 +22,11 @@ class Measures(Protocol):
     """What a loss measures beside its value."""
 
     def __add__(self, other: Self) -> Self:
-        """Joins what two micro-batches, or two ranks, have measured."""
+        """Joins what two micro-batches have measured."""
         ...
 
-    def finish(self) -> dict[str, float]:
-        """Returns what goes into the step's row of metrics."""
+    def over_ranks(self) -> dict[str, float]:
+        """Returns what goes into the step's row of metrics, from what all ranks have. Collective."""
         ...
 
 
@@ -118,7 +118,7 @@ def _joined(measures: list[Measures]) -> dict[str, float]:
     """Returns the measures of all micro-steps and ranks; ranks run equally many micro-steps. Collective if there are any."""
     if not measures:
         return {}
-    return reduce(add, gather_objects(reduce(add, measures))).finish()
+    return reduce(add, measures).over_ranks()
 
 
 def _reduce_over_replicas(model: nn.Module, is_last: bool) -> None:
