@@ -199,8 +199,8 @@ class RolloutSource:
         }
 
     def _tensors(self, picture: dict[str, Any]) -> dict[str, Any]:
-        arrays, about = pack_groups(picture["groups"])
-        old = picture["old"]
+        arrays = pack_groups(picture["groups"])
+        about, old = arrays.pop("text"), picture["old"]
         arrays = {**arrays, "old_logprobs": np.empty(0, np.float32) if old is None else old}
         leaves = {key: value for key, value in picture.items() if key not in ("groups", "old")}
         return {
@@ -231,7 +231,7 @@ class RolloutSource:
         self._room = None
         arrays = {name: tensor.numpy() for name, tensor in state["rollouts"].items()}
         old = arrays.pop("old_logprobs")
-        groups = unpack_groups(arrays, state["about"])
+        groups = unpack_groups({**arrays, "text": state["about"]})
         current, self.taken = cursor["current"], cursor["taken"]
         self.batch = Batch(groups[:current], cursor["steps"], old if cursor["has_old"] else None, cursor["filtered"][0])
         self._filtered = cursor["filtered"][1]

@@ -17,11 +17,12 @@ from trainer.rl.advantages import advantages
 from trainer.rl.batch import RolloutMicroBatch
 from trainer.rl.engines import build_engine
 from trainer.rl.envs import load_environments
-from trainer.rl.episodes import evaluate_groups, rollouts, stop_ids
+from trainer.rl.episodes import evaluate_groups, rollouts
 from trainer.rl.loss import policy_loss, token_logprobs
 from trainer.rl.objective import aggregation
 from trainer.rl.prompts import PromptSequence
 from trainer.rl.records import write_rollouts
+from trainer.rl.rendering import Renderer, stop_ids
 from trainer.rl.report import describe_groups
 from trainer.rl.rows import RolloutBatch, TrainedRollout, lay_out
 from trainer.rl.scoring import Scorer
@@ -51,7 +52,10 @@ class RLSupply(Supply):
         self.max_steps = config.max_steps
         self.config = config
         self.environments = load_environments(config.envs, config.seed)
+        self.names = [env.config.name for env in self.environments]
         self.prompts = PromptSequence(self.environments, config.seed)
+        assert place.tokenizer is not None  # only synthetic documents come without one
+        self.renderer = Renderer(place.tokenizer)
         stops = stop_ids(place.tokenizer, config)
         r = config.rl
         self.sampling = Sampling(r.temperature, r.top_p, r.top_k, stops)
@@ -75,7 +79,7 @@ class RLSupply(Supply):
 
     def attach(self, run: Run) -> None:
         self._scorer = Scorer(self.environments, self.config.seed)
-        self._engine = build_engine(self.config, run.model, self._place, version=run.progress.step)
+        self._engine = build_engine(self.config, run.model, self._place)
         self.batches.attach(run, self._engine, self._frozen_models(run))
         self.batches.source.attach(self._engine, self.generate)
 
@@ -99,8 +103,11 @@ class RLSupply(Supply):
             groups = self._rollouts(own, val.samples, self.greedy, "eval")
             found += [group for part in gather_objects(groups) for group in part]
         found.sort(key=lambda group: group.number)
-        measured = evaluate_groups(found, val.pass_reward, [e.config.name for e in self.environments])
-        return measured | {"eval_seconds": time.perf_counter() - started}
+        measured = evaluate_groups(found, val.pass_reward, self.names)
+        reward = measured[f"avg@{val.samples}"]
+        row = {f"eval/{key}": value for key, value in measured.items() if value is not None}
+        row |= {"eval_seconds": time.perf_counter() - started}
+        return row if reward is None else {"eval_reward": reward} | row
 
     def close(self) -> None:
         self.batches.close()
@@ -115,11 +122,12 @@ class RLSupply(Supply):
             prompts,
             samples,
             engine=self._engine,
-            tokenizer=self._tokenizer,
-            environments=self.environments,
+            renderer=self.renderer,
             scorer=self._scorer,
-            config=self.config,
+            config=self.config.rl,
             sampling=sampling,
+            seed=self.config.seed,
+            seq_len=self.config.data.seq_len,
             purpose=purpose,
         )
 
@@ -197,7 +205,15 @@ class RolloutBatches:
         self._add_logprobs(laid, batch, trained)
         laid.measures |= self._measures(batch, seconds, step)
         if batch.steps == 1 and self._place.world.is_main:
-            write_rollouts(self._place.run_dir, step + 1, batch.groups, values, self._place.tokenizer)
+            supply = self.supply
+            write_rollouts(
+                self._place.run_dir,
+                step + 1,
+                batch.groups,
+                renderer=supply.renderer,
+                names=supply.names,
+                advantages=values,
+            )
         return laid
 
     def _prepare(self, batch: Batch) -> tuple[list[TrainedRollout], float, list[list[float]]]:
