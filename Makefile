@@ -75,6 +75,10 @@ types: sync ## pyright
 bench: sync ## measure, and write benchmarks/results/*.json
 	@$(PYTHON) -m benchmarks $(BENCH)
 
+.PHONY: vllm
+vllm: $(UV_NEEDED) ## make .vllm, the environment of the servers that engine.type = "vllm" asks
+	@UV=$(UV) scripts/vllm_env.sh
+
 .PHONY: clean
 clean: ## remove caches, demo files and demo runs (keeps .venv)
 	rm -rf .cache .pytest_cache .ruff_cache .hypothesis dist build runs/demo runs/demo-short runs/demo-rl runs/demo-rl-short

@@ -119,21 +119,23 @@ class EngineConfig(Section):
     type: Literal["local", "vllm"] = "local"
     """"local" generates in this process with the training weights; "vllm" asks servers."""
     slots: PositiveInt = 64
-    """local: completions under way at once per rank."""
+    """Completions under way at once per rank; a server has its own limit (vLLM's --max-num-seqs) over all of them."""
     urls: tuple[str, ...] = ()
     """vllm: addresses of running servers."""
     launch: bool = False
-    """vllm: start a server and stop it at the end; it listens on loopback."""
+    """vllm: start a server on rank 0's host and stop it at the end; it listens on loopback."""
     python: str | None = None
     """vllm: interpreter of the environment that has vLLM; default .vllm/bin/python, which `make vllm` creates."""
     port: int = Field(default=8017, ge=1, le=65535)
     """vllm: port of the server that is launched."""
     args: tuple[str, ...] = ()
     """vllm: more arguments of the server, such as ["--gpu-memory-utilization", "0.5"]."""
+    devices: str | None = None
+    """vllm: GPUs that the launched server sees, such as "6,7"; by default those that this process sees."""
     weights_dir: str | None = None
     """vllm: directory for published weights, on a disk that the servers see too; default weights-served/ in the run's."""
     start_seconds: PositiveFloat = 600.0
-    """vllm: a server must answer within this time of its start."""
+    """vllm: a server must answer within this time of its start; for as long, requests wait for one that starts again."""
     request_seconds: PositiveFloat = 600.0
     """vllm: a request that takes longer is sent again, to another server if there is one."""
     keep_cache: bool = False

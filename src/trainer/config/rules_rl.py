@@ -89,3 +89,11 @@ def _engine_rules(c: "RLConfig") -> Iterator[Broken]:
         yield Broken(
             ("engine.urls", "engine.launch"), "set one of engine.urls (running servers) and engine.launch (start one)"
         )
+    truncates = c.rl.top_p < 1 or c.rl.top_k > 0
+    if e.type == "vllm" and truncates and (c.rl.temperature != 1 or c.val.temperature not in (0, 1)):
+        yield Broken(
+            ("rl.temperature", "val.temperature", "rl.top_p", "rl.top_k", "engine.type"),
+            "vLLM returns log-probabilities either at temperature 1 or of what top_p and top_k leave, and the ratio needs "
+            "those of the whole vocabulary at the sampling temperature: set both temperatures to 1 (val's may be 0), or "
+            'rl.top_p = 1 and rl.top_k = 0, or engine.type = "local"',
+        )

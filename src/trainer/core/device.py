@@ -10,6 +10,9 @@ from trainer.errors import LaunchError
 if TYPE_CHECKING:
     import torch
 
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""The environment variable that says which GPUs a process sees."""
+
 
 def select_device(choice: str, world: World) -> "torch.device":
     """Returns this rank's device for `runtime.device` and makes it current.

@@ -65,10 +65,9 @@ def export_hf(
     staging = out_dir.with_name(f".{out_dir.name}.tmp-{os.getpid()}")
     on_main(_guard(out_dir, _begin), staging)
     error: ModelError | None = None
-    names = _file_names(model, max_file_bytes)
-    for file_name, tensors in _gathered(
-        model, names, world, read
-    ):  # every rank gathers to the end, whatever rank 0 meets
+    names = file_names(model, max_file_bytes)
+    # every rank gathers to the end, whatever rank 0 meets
+    for file_name, tensors in gathered(model, names, world, read):
         if world.is_main and error is None:
             try:
                 _guard(out_dir, save_file)(tensors, staging / file_name, metadata={"format": "pt"})
@@ -107,7 +106,7 @@ def _exported(model: CausalLM) -> dict[str, Tensor]:
     return tensors
 
 
-def _file_names(model: CausalLM, max_file_bytes: int) -> dict[str, str]:
+def file_names(model: CausalLM, max_file_bytes: int) -> dict[str, str]:
     """Returns {tensor: file}, filling one file after the other up to `max_file_bytes`."""
     groups: list[list[str]] = [[]]
     size = 0
@@ -128,7 +127,7 @@ def _file_names(model: CausalLM, max_file_bytes: int) -> dict[str, str]:
 
 
 @torch.no_grad()
-def _gathered(
+def gathered(
     model: CausalLM, names: dict[str, str], world: World, read: Callable[[str], Tensor] | None
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yields (file, its tensors); the tensors are whole and on CPU on rank 0, and none elsewhere."""
