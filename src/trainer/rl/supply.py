@@ -13,6 +13,7 @@ from trainer.core.distributed import gather_objects
 from trainer.data.batch import MicroBatch
 from trainer.models.base import CausalLM
 from trainer.models.build import build_model
+from trainer.models.files import resolve_model_dir
 from trainer.rl.advantages import advantages
 from trainer.rl.batch import RolloutMicroBatch
 from trainer.rl.engines import build_engine
@@ -56,7 +57,7 @@ class RLSupply(Supply):
         self.prompts = PromptSequence(self.environments, config.seed)
         assert place.tokenizer is not None  # only synthetic documents come without one
         self.renderer = Renderer(place.tokenizer)
-        stops = stop_ids(place.tokenizer, config)
+        stops = stop_ids(place.tokenizer, config.rl.stop, resolve_model_dir(config.model.name))
         r = config.rl
         self.sampling = Sampling(r.temperature, r.top_p, r.top_k, stops)
         self.greedy = Sampling(config.val.temperature, stop_ids=stops)
