@@ -106,7 +106,12 @@ def test_two_ranks_are_exact_and_the_same_prompts_on_one(whole, tmp_path):
 
 def test_from_a_fine_tuned_checkpoint(tmp_path):
     """A fork across kinds takes weights and optimizer; its place in the data is its own."""
-    model = ("--model.name", "configs/debug/assets/letters-llama", "--data.sources.0.path", "configs/debug/assets/reverse.jsonl")
+    model = (
+        "--model.name",
+        "configs/debug/assets/letters-llama",
+        "--data.sources.0.path",
+        "configs/debug/assets/reverse.jsonl",
+    )
     runs.sft(tmp_path / "sft", *model, "--max-steps", "2", "--scheduler.warmup-steps", "0", "--val.interval", "0")
     fork = ("--resume.dir", str(tmp_path / "sft"))
     with pytest.raises(CheckpointMismatch, match="--ckpt.skip-dataloader --ckpt.skip-progress"):

@@ -75,7 +75,16 @@ def test_every_trained_token_once_with_what_belongs_to_it(pack, micro, world):
 
 def test_places_name_where_each_rollout_lies():
     batch = lay_out(
-        ROLLOUTS, index=0, epoch=0, seq_len=16, pack=True, micro_batch_size=2, total_weight=1.0, seed=0, rank=0, world_size=1
+        ROLLOUTS,
+        index=0,
+        epoch=0,
+        seq_len=16,
+        pack=True,
+        micro_batch_size=2,
+        total_weight=1.0,
+        seed=0,
+        rank=0,
+        world_size=1,
     )
     seen = set()
     for micro_batch, places in zip(batch.micro_batches, batch.places, strict=True):

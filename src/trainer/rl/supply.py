@@ -2,15 +2,19 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from trainer.config.run import RLConfig
 from trainer.core.distributed import gather_objects
-from trainer.data.batch import MicroBatch
+from trainer.data.batch import GlobalBatch, MicroBatch
+from trainer.data.build import build_data
+from trainer.data.loader import BatchLoader
 from trainer.models.base import CausalLM
 from trainer.models.build import build_model
 from trainer.models.files import resolve_model_dir
@@ -30,6 +34,7 @@ from trainer.rl.scoring import Scorer
 from trainer.rl.source import Batch, RolloutSource
 from trainer.rl.types import Generator, Group, Sampling
 from trainer.train.boundary import Boundaries
+from trainer.train.cross_entropy import cross_entropy
 from trainer.train.run import Run
 from trainer.train.supply import Place, Supply
 
@@ -44,7 +49,9 @@ class RLSupply(Supply):
         ConfigError: an environment, a stop token or a custom loss cannot be found.
     """
 
-    keeps_cycles = False  # what a loss measures in a cycle is not in the checkpoint; the batch is, so nothing is generated twice
+    keeps_cycles = (
+        False  # what a loss measures in a cycle is not in the checkpoint; the batch is, so nothing is generated twice
+    )
     batches: "RolloutBatches"
 
     def __init__(self, place: Place[RLConfig]):
@@ -67,9 +74,10 @@ class RLSupply(Supply):
             temperature=r.temperature,
             chunk_tokens=config.model.loss_chunk_tokens,
         )
+        examples = _examples(place) if config.objective.sft else None
         order = self.prompts.fingerprint | {"rl.prompts": r.prompts, "rl.samples": r.samples}
         source = RolloutSource(config, place.world, order=order, keep=self._why_left_out, allow=place.allow)
-        self.batches = RolloutBatches(self, source, place)
+        self.batches = RolloutBatches(self, source, place, examples)
         self._tokenizer, self._world = place.tokenizer, place.world
         self._scorer: Scorer | None = None
         self._engine: Generator | None = None
@@ -170,11 +178,11 @@ class RLSupply(Supply):
 class RolloutBatches:
     """Batches in rows, from the groups of a `RolloutSource`, whose state is theirs."""
 
-    def __init__(self, supply: RLSupply, source: RolloutSource, place: Place[RLConfig]):
-        self.supply, self.source, self._place = supply, source, place
-        self.state_dict, self.state_before = source.state_dict, source.state_before
-        self.load_state_dict, self.make_room, self.verify = source.load_state_dict, source.make_room, source.verify
-        self.settle, self.close = source.settle, source.close
+    def __init__(
+        self, supply: RLSupply, source: RolloutSource, place: Place[RLConfig], examples: BatchLoader | None = None
+    ):
+        self.supply, self.source, self.examples, self._place = supply, source, examples, place
+        self.make_room, self.settle = source.make_room, source.settle
         self._run: Run | None = None
         self._frozen: dict[str, CausalLM] = {}
 
@@ -205,6 +213,8 @@ class RolloutBatches:
         )
         self._add_logprobs(laid, batch, trained)
         laid.measures |= self._measures(batch, seconds, step)
+        if self.examples is not None:
+            _mix_in(laid, self.examples.next_batch(), config.objective.sft)
         if batch.steps == 1 and self._place.world.is_main:
             supply = self.supply
             write_rollouts(
@@ -216,6 +226,31 @@ class RolloutBatches:
                 advantages=values,
             )
         return laid
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self.source.state_dict()
+        return state if self.examples is None else state | {"examples": self.examples.state_dict()}
+
+    def state_before(self) -> dict[str, Any]:
+        state = self.source.state_before()
+        return state if self.examples is None else state | {"examples": self.examples.state_before()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises `CheckpointMismatch` if prompts or examples would come in another order."""
+        self.source.load_state_dict(state)
+        if self.examples is not None and "examples" in state:
+            self.examples.load_state_dict(state["examples"])
+
+    def verify(self, saved: dict[str, Any]) -> list[str]:
+        wrong = self.source.verify(saved)
+        if self.examples is not None and "examples" in saved:
+            wrong += [f"examples.{line}" for line in self.examples.verify(saved["examples"])]
+        return wrong
+
+    def close(self) -> None:
+        self.source.close()
+        if self.examples is not None:
+            self.examples.close()
 
     def _prepare(self, batch: Batch) -> tuple[list[TrainedRollout], float, list[list[float]]]:
         """Returns the rollouts that are trained on, the loss's denominator, and every rollout's advantage."""
@@ -243,7 +278,7 @@ class RolloutBatches:
             ends = np.cumsum([t.rollout.ids.size for t in trained])
             for part, member in zip(np.split(batch.old_logprobs, ends[:-1]), trained, strict=True):
                 member.old_logprobs = part
-        return trained, total, values
+        return trained, total or 1.0, values
 
     def _add_logprobs(self, laid: RolloutBatch, batch: Batch, trained: list[TrainedRollout]) -> None:
         """Fills in the log-probabilities under the frozen models and, before a batch's first step, the trainer's own."""
@@ -294,7 +329,39 @@ def _by_rollout(laid: RolloutBatch, trained: Sequence[TrainedRollout]) -> np.nda
 
 
 def _loss(model: nn.Module, micro_batch: MicroBatch, *, config: Any, temperature: float, chunk_tokens: int | None):
-    assert isinstance(micro_batch, RolloutMicroBatch)
-    return policy_loss(model, micro_batch, config, temperature, chunk_tokens)
+    if isinstance(micro_batch, RolloutMicroBatch):
+        return policy_loss(model, micro_batch, config, temperature, chunk_tokens)
+    assert isinstance(micro_batch, ExampleMicroBatch)
+    return micro_batch.scale * cross_entropy(model, micro_batch, chunk_tokens=chunk_tokens)
 
 
+@dataclass
+class ExampleMicroBatch(MicroBatch):
+    """A micro-batch of documents among those of rollouts.
+
+    Attributes:
+        scale: of its summed loss, so that the step's denominator makes it `objective.sft` x the mean over its tokens.
+    """
+
+    scale: float = 0.0
+
+    def to(self, device: torch.device | str) -> "ExampleMicroBatch":
+        moved = super().to(device)
+        return ExampleMicroBatch(**vars(moved), scale=self.scale)
+
+
+def _examples(place: Place[RLConfig]) -> BatchLoader:
+    config, world = place.config, place.world
+    data = build_data(config.data, tokenizer=place.tokenizer, seed=config.seed, world=world)
+    return BatchLoader(
+        data.train, config.data, seed=config.seed, rank=world.rank, world_size=world.size, allow=place.allow
+    )
+
+
+def _mix_in(laid: RolloutBatch, examples: GlobalBatch, weight: float) -> None:
+    scale = weight * laid.denominator / examples.denominator
+    laid.micro_batches += [
+        ExampleMicroBatch(**vars(micro_batch), scale=scale) for micro_batch in examples.micro_batches
+    ]
+    laid.tokens += examples.tokens
+    laid.supervised_tokens += examples.supervised_tokens

@@ -246,7 +246,9 @@ def _load(
 
 def _describe(config: RunConfig, state: AppState) -> dict[str, Any]:
     """What a manifest says about the run, beside the state itself."""
-    data = {key: value for key, value in state.owners["data"].state_dict().items() if key in ("version", "cursor", "order")}
+    data = {
+        key: value for key, value in state.owners["data"].state_dict().items() if key in ("version", "cursor", "order")
+    }
     return {"config": config.model_dump(mode="json"), "data": data, "device": config.runtime.device}
 
 
