@@ -37,7 +37,7 @@ from trainer.train.pending import OWNER, Pending, cut_of
 from trainer.train.progress import Progress
 from trainer.train.resume import ResumePlan
 from trainer.train.run import Run
-from trainer.train.supply import Place, Recipe, Supply
+from trainer.train.supply import Place, Recipe
 
 C = TypeVar("C", bound=RunConfig)
 
