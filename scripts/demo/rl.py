@@ -78,7 +78,9 @@ class Demo:
         self.command("rl", self.arguments(self.b))
         last = train_and_kill(self.arguments(self.b), self.b, after_step=self.plan.kill_after_step, kind="rl")
         saved = newest_checkpoint(self.b)
-        self.say(f"[bold red]Killed[/] in the middle of step {last + 1}. The newest checkpoint is that of step {saved}.")
+        self.say(
+            f"[bold red]Killed[/] in the middle of step {last + 1}. The newest checkpoint is that of step {saved}."
+        )
         if not saved < last < self.plan.steps:
             raise DemoFailed(f"the kill came at a bad moment (checkpoint {saved}, step {last}): run the demo again")
         self.train("rl", [*self.arguments(self.b), "--resume"])
@@ -96,7 +98,9 @@ class Demo:
 
     def show_what_it_learned(self) -> None:
         self.heading(5, "What it learned")
-        subprocess.run([*TRAINER, "rollouts", "show", str(self.b), "--step", str(self.plan.steps), "-n", "6"], check=True)
+        subprocess.run(
+            [*TRAINER, "rollouts", "show", str(self.b), "--step", str(self.plan.steps), "-n", "6"], check=True
+        )
         from trainer.train.plots import plot_runs
 
         picture = plot_runs(

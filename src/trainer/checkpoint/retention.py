@@ -22,8 +22,8 @@ def plan_removals(
     the answer.
 
     keep_last: the newest N stay; None = all stay. keep_every: steps that are multiples of it stay for good.
-    keep_best: the N with the lowest `val_loss` (or highest `eval_reward`) stay, of two equal ones the newer; those of steps without a validation
-    are not among them.
+    keep_best: the N with the lowest `val_loss` (or highest `eval_reward`) stay, of two equal ones the newer; those of
+    steps without a validation are not among them.
 
     With a checkpoint of each of the steps 1..5, keep_last = 1 and keep_every = 2: 2, 4 and 5 stay.
     """

@@ -87,7 +87,9 @@ def _dispatch(argv: list[str]) -> int:
     if not command:
         print(USAGE, end="", file=sys.stderr)
         return 2
-    raise ConfigError(f"trainer has no command {command!r}; it has sft, rl, config, check, ckpt and plot (trainer --help)")
+    raise ConfigError(
+        f"trainer has no command {command!r}; it has sft, rl, config, check, ckpt and plot (trainer --help)"
+    )
 
 
 def _train(kind: str, argv: list[str]) -> int:

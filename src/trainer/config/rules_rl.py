@@ -66,7 +66,9 @@ def _objective_rules(c: "RLConfig") -> Iterator[Broken]:
             "reinforce has no ratio to correct for the steps already taken on a batch: set objective.iterations = 1",
         )
     if o.reference is not None and not o.kl:
-        yield Broken(("objective.reference", "objective.kl"), "a reference model is used by objective.kl only: set both")
+        yield Broken(
+            ("objective.reference", "objective.kl"), "a reference model is used by objective.kl only: set both"
+        )
     if (o.teacher is not None) != (o.distill > 0):
         yield Broken(
             ("objective.teacher", "objective.distill"), "objective.teacher and objective.distill go together: set both"

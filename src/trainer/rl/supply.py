@@ -3,32 +3,32 @@
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
-import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
+from trainer.config.rl import ObjectiveConfig
 from trainer.config.run import RLConfig
 from trainer.core.distributed import gather_objects
 from trainer.data.batch import MicroBatch
+from trainer.data.build import build_data
+from trainer.data.loader import BatchLoader
 from trainer.models.base import CausalLM
 from trainer.models.build import build_model
-from trainer.rl.advantages import advantages
+from trainer.models.files import resolve_model_dir
 from trainer.rl.batch import RolloutMicroBatch
+from trainer.rl.batches import ExampleMicroBatch, RolloutBatches
 from trainer.rl.engines import build_engine
 from trainer.rl.envs import load_environments
 from trainer.rl.episodes import evaluate_groups, rollouts
-from trainer.rl.loss import policy_loss, token_logprobs
-from trainer.rl.objective import aggregation
+from trainer.rl.loss import policy_loss
+from trainer.rl.measures import Measures
 from trainer.rl.prompts import PromptSequence
-from trainer.rl.records import write_rollouts
 from trainer.rl.rendering import Renderer, stop_ids
-from trainer.rl.report import describe_groups
-from trainer.rl.rows import RolloutBatch, TrainedRollout, lay_out
 from trainer.rl.scoring import Scorer
-from trainer.rl.source import Batch, RolloutSource
-from trainer.rl.types import Generator, Group, Sampling
+from trainer.rl.source import RolloutSource
+from trainer.rl.types import Generator, Group, Prompt, Sampling
 from trainer.train.boundary import Boundaries
+from trainer.train.cross_entropy import cross_entropy
 from trainer.train.run import Run
 from trainer.train.supply import Place, Supply
 
@@ -43,8 +43,10 @@ class RLSupply(Supply):
         ConfigError: an environment, a stop token or a custom loss cannot be found.
     """
 
-    keeps_cycles = False  # what a loss measures in a cycle is not in the checkpoint; the batch is, so nothing is generated twice
-    batches: "RolloutBatches"
+    keeps_cycles = (
+        False  # what a loss measures in a cycle is not in the checkpoint; the batch is, so nothing is generated twice
+    )
+    batches: RolloutBatches
 
     def __init__(self, place: Place[RLConfig]):
         config = place.config
@@ -56,7 +58,7 @@ class RLSupply(Supply):
         self.prompts = PromptSequence(self.environments, config.seed)
         assert place.tokenizer is not None  # only synthetic documents come without one
         self.renderer = Renderer(place.tokenizer)
-        stops = stop_ids(place.tokenizer, config)
+        stops = stop_ids(place.tokenizer, config.rl.stop, resolve_model_dir(config.model.name))
         r = config.rl
         self.sampling = Sampling(r.temperature, r.top_p, r.top_k, stops)
         self.greedy = Sampling(config.val.temperature, stop_ids=stops)
@@ -66,9 +68,10 @@ class RLSupply(Supply):
             temperature=r.temperature,
             chunk_tokens=config.model.loss_chunk_tokens,
         )
+        examples = _examples(place) if config.objective.sft else None
         order = self.prompts.fingerprint | {"rl.prompts": r.prompts, "rl.samples": r.samples}
         source = RolloutSource(config, place.world, order=order, keep=self._why_left_out, allow=place.allow)
-        self.batches = RolloutBatches(self, source, place)
+        self.batches = RolloutBatches(source, place, self.renderer, self.names, examples)
         self._tokenizer, self._world = place.tokenizer, place.world
         self._scorer: Scorer | None = None
         self._engine: Generator | None = None
@@ -80,7 +83,7 @@ class RLSupply(Supply):
     def attach(self, run: Run) -> None:
         self._scorer = Scorer(self.environments, self.config.seed)
         self._engine = build_engine(self.config, run.model, self._place)
-        self.batches.attach(run, self._engine, self._frozen_models(run))
+        self.batches.attach(run, self._frozen_models(run))
         self.batches.source.attach(self._engine, self.generate)
 
     def generate(self, numbers: Sequence[int]) -> list[Group]:
@@ -116,7 +119,7 @@ class RLSupply(Supply):
         if self._scorer is not None:
             self._scorer.close()
 
-    def _rollouts(self, prompts: Sequence[Any], samples: int, sampling: Sampling, purpose: str) -> list[Group]:
+    def _rollouts(self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, purpose: str) -> list[Group]:
         assert self._engine is not None and self._scorer is not None
         return rollouts(
             prompts,
@@ -166,134 +169,18 @@ class RLSupply(Supply):
         return model.requires_grad_(False).eval()
 
 
-class RolloutBatches:
-    """Batches in rows, from the groups of a `RolloutSource`, whose state is theirs."""
-
-    def __init__(self, supply: RLSupply, source: RolloutSource, place: Place[RLConfig]):
-        self.supply, self.source, self._place = supply, source, place
-        self.state_dict, self.state_before = source.state_dict, source.state_before
-        self.load_state_dict, self.make_room, self.verify = source.load_state_dict, source.make_room, source.verify
-        self.settle, self.close = source.settle, source.close
-        self._run: Run | None = None
-        self._frozen: dict[str, CausalLM] = {}
-
-    def attach(self, run: Run, engine: Generator, frozen: dict[str, CausalLM]) -> None:
-        del engine
-        self._run, self._frozen = run, frozen
-
-    def next_batch(self) -> RolloutBatch:
-        """Returns this rank's part of the next batch, generated if need be. Collective."""
-        assert self._run is not None
-        started = time.perf_counter()
-        step = self._run.progress.step
-        batch = self.source.next_groups(step)
-        seconds = time.perf_counter() - started
-        trained, total_weight, values = self._prepare(batch)
-        config = self._place.config
-        laid = lay_out(
-            trained,
-            index=self.source.taken - 1,
-            epoch=0,
-            seq_len=config.data.seq_len,
-            pack=config.data.pack,
-            micro_batch_size=config.data.micro_batch_size,
-            total_weight=total_weight,
-            seed=config.seed,
-            rank=self._place.world.rank,
-            world_size=self._place.world.size,
-        )
-        self._add_logprobs(laid, batch, trained)
-        laid.measures |= self._measures(batch, seconds, step)
-        if batch.steps == 1 and self._place.world.is_main:
-            supply = self.supply
-            write_rollouts(
-                self._place.run_dir,
-                step + 1,
-                batch.groups,
-                renderer=supply.renderer,
-                names=supply.names,
-                advantages=values,
-            )
-        return laid
-
-    def _prepare(self, batch: Batch) -> tuple[list[TrainedRollout], float, list[list[float]]]:
-        """Returns the rollouts that are trained on, the loss's denominator, and every rollout's advantage."""
-        config, groups = self._place.config, batch.groups
-        masks = config.objective.overlong == "mask"
-
-        def counted(rollout) -> bool:
-            return rollout.reward is not None and not (masks and rollout.finish_reason == "length")
-
-        rewards = [[r.reward if counted(r) else None for r in group.rollouts] for group in groups]
-        values = advantages(rewards, config.objective.advantage)
-        members = [
-            (f"{group.number}:{sample}", rollout, value)
-            for group, of_group in zip(groups, values, strict=True)
-            for sample, (rollout, value) in enumerate(zip(group.rollouts, of_group, strict=True))
-            if counted(rollout) and rollout.trained.any()
-        ]
-        lengths = [int(rollout.trained.sum()) for _, rollout, _ in members]
-        weights, total = aggregation(lengths, config.objective.aggregate, config.rl.max_new_tokens)
-        trained = [
-            TrainedRollout(name, rollout, value, weight, rollout.logprobs)
-            for (name, rollout, value), weight in zip(members, weights, strict=True)
-        ]
-        if batch.old_logprobs is not None:
-            ends = np.cumsum([t.rollout.ids.size for t in trained])
-            for part, member in zip(np.split(batch.old_logprobs, ends[:-1]), trained, strict=True):
-                member.old_logprobs = part
-        return trained, total, values
-
-    def _add_logprobs(self, laid: RolloutBatch, batch: Batch, trained: list[TrainedRollout]) -> None:
-        """Fills in the log-probabilities under the frozen models and, before a batch's first step, the trainer's own."""
-        assert self._run is not None
-        model, config = self._run.model, self._place.config
-        for name, frozen in self._frozen.items():
-            for micro_batch in laid.micro_batches:
-                setattr(micro_batch, name, self._logprobs(frozen, micro_batch))
-        if config.objective.old_logprobs != "trainer" or batch.old_logprobs is not None:
-            return
-        for micro_batch in laid.micro_batches:
-            assert isinstance(micro_batch, RolloutMicroBatch)
-            micro_batch.old_logprobs = self._logprobs(model, micro_batch)
-        if config.objective.iterations > 1:
-            batch.old_logprobs = _by_rollout(laid, trained)
-
-    def _logprobs(self, model: CausalLM, micro_batch: MicroBatch):
-        assert self._run is not None
-        config, device = self._place.config, self._run.device
-        was_training = model.training
-        model.eval()
-        found = token_logprobs(model, micro_batch.to(device), config.rl.temperature, config.model.loss_chunk_tokens)
-        model.train(was_training)
-        return found.to(micro_batch.labels.device)
-
-    def _measures(self, batch: Batch, seconds: float, step: int) -> dict[str, float]:
-        found = describe_groups(batch.groups, step)
-        if batch.steps == 1:
-            tokens = sum(int(r.trained.sum()) for group in batch.groups for r in group.rollouts)
-            found |= {"rollout_seconds": seconds, "rollout_tokens_per_second": tokens / max(seconds, 1e-9)}
-            found |= {f"filtered/{reason}": count for reason, count in batch.filtered.items()}
-            found["stale"] = self.source.buffer.stale
-        return found
+def _loss(
+    model: nn.Module, micro_batch: MicroBatch, *, config: ObjectiveConfig, temperature: float, chunk_tokens: int | None
+) -> Tensor | tuple[Tensor, Measures]:
+    if isinstance(micro_batch, RolloutMicroBatch):
+        return policy_loss(model, micro_batch, config, temperature, chunk_tokens)
+    assert isinstance(micro_batch, ExampleMicroBatch)
+    return micro_batch.scale * cross_entropy(model, micro_batch, chunk_tokens=chunk_tokens)
 
 
-def _by_rollout(laid: RolloutBatch, trained: Sequence[TrainedRollout]) -> np.ndarray:
-    """Returns the micro-batches' old log-probabilities of all ranks, rollout by rollout: float32, one per token. Collective."""
-    own = {}
-    for micro_batch, places in zip(laid.micro_batches, laid.places, strict=True):
-        assert isinstance(micro_batch, RolloutMicroBatch)
-        values = micro_batch.old_logprobs.cpu().numpy()
-        for rollout, row, first, tokens in places:
-            part = np.zeros(tokens, np.float32)
-            part[1:] = values[row, first : first + tokens - 1]  # position t speaks of token t + 1
-            own[rollout] = part
-    everything = {number: part for parts in gather_objects(own) for number, part in parts.items()}
-    return np.concatenate([everything[number] for number in range(len(trained))] or [np.empty(0, np.float32)])
-
-
-def _loss(model: nn.Module, micro_batch: MicroBatch, *, config: Any, temperature: float, chunk_tokens: int | None):
-    assert isinstance(micro_batch, RolloutMicroBatch)
-    return policy_loss(model, micro_batch, config, temperature, chunk_tokens)
-
-
+def _examples(place: Place[RLConfig]) -> BatchLoader:
+    config, world = place.config, place.world
+    data = build_data(config.data, tokenizer=place.tokenizer, seed=config.seed, world=world)
+    return BatchLoader(
+        data.train, config.data, seed=config.seed, rank=world.rank, world_size=world.size, allow=place.allow
+    )

@@ -37,7 +37,9 @@ def fit(run: Run) -> None:
             row = take_step(run, batch)
             if row is None:
                 return
-            row |= batch.measures | speed(run, batch, time.perf_counter() - started, 1 - done / len(batch.micro_batches))
+            row |= batch.measures | speed(
+                run, batch, time.perf_counter() - started, 1 - done / len(batch.micro_batches)
+            )
             run.log_samples(batch)
             is_last = progress.step == run.max_steps
             if config.val.interval and (progress.step % config.val.interval == 0 or is_last):

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from trainer.config.compare import Difference, differences
 from trainer.config.rules import check_schedule
-from trainer.config.run import RLConfig, RL_TABLES, RunConfig, SFTConfig
+from trainer.config.run import RL_TABLES, RLConfig, RunConfig, SFTConfig
 from trainer.errors import CheckpointMismatch
 
 C = TypeVar("C", bound=RunConfig)

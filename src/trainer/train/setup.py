@@ -37,7 +37,7 @@ from trainer.train.pending import OWNER, Pending, cut_of
 from trainer.train.progress import Progress
 from trainer.train.resume import ResumePlan
 from trainer.train.run import Run
-from trainer.train.supply import Place, Recipe, Supply
+from trainer.train.supply import Place, Recipe
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -246,7 +246,9 @@ def _load(
 
 def _describe(config: RunConfig, state: AppState) -> dict[str, Any]:
     """What a manifest says about the run, beside the state itself."""
-    data = state.owners["data"].state_dict()
+    data = {
+        key: value for key, value in state.owners["data"].state_dict().items() if key in ("version", "cursor", "order")
+    }
     return {"config": config.model_dump(mode="json"), "data": data, "device": config.runtime.device}
 
 

@@ -18,6 +18,7 @@ from trainer.data.batch import GlobalBatch, MicroBatch
 from trainer.optim.clip import clip_gradients
 from trainer.optim.offload.base import OffloadOptimizer, updated_parameters
 
+
 class Measures(Protocol):
     """What a loss measures beside its value."""
 
