@@ -98,6 +98,8 @@ class StandIn:
                 self.calls.append((parts.path, query, body))
             waiting = self.trouble.get(parts.path)
             trouble = waiting.pop(0) if waiting else None
+        if trouble and parts.path == "/update_weights":
+            self.session = False
         if trouble == "hang":
             self._released.wait(30)
             return
@@ -154,7 +156,7 @@ class StandIn:
             with self._lock:
                 self._at_once -= 1
         spans = [{"version": self.label, "start": 0, "end": len(ids)}] if self.spans is None else self.spans(len(ids))
-        content = [{"token": f"token_id:{t}", "logprob": p, "top_logprobs": []} for t, p in zip(ids, logprobs, strict=True)]
+        content = [{"token_id": t, "logprob": p, "rank": 1, "top_logprobs": []} for t, p in zip(ids, logprobs, strict=True)]
         stopped = bool(ids) and ids[-1] in body["sampling_params"]["stop_token_ids"]
         choice = {
             "index": 0,

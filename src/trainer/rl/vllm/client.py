@@ -101,9 +101,9 @@ class ServerClient:
         """
         self._ask("POST", "/init_weight_transfer_engine", {"init_info": {}})
         self._ask("POST", "/pause", mode="keep", clear_cache=str(not keep_cache).lower())
-        self._ask("POST", "/start_weight_update", {})
         for left in reversed(range(LOAD_TRIES)):
             try:
+                self._ask("POST", "/start_weight_update", {})  # a load that fails ends what this begins
                 self._ask("POST", "/update_weights", {"update_info": {"path": str(directory.absolute())}})
                 break
             except ServerError as error:

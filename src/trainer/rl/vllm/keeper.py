@@ -133,6 +133,8 @@ class Keeper:
     def _bring_up_to_date(self, replica: Replica) -> None:
         url = replica.client.url
         with replica.lock:
+            if replica.lost:
+                return
             self._folder.expect(url)  # before the version is chosen: from here on it stays on disk
             version = self._wanted
             if version is None or replica.version == version:
@@ -201,8 +203,7 @@ class Keeper:
             replica.silent_since, replica.has_answered = None, True
             if replica.version is not None and label != self.label(replica.version):
                 self._note_change(replica, label)
-        if not replica.lost:
-            self._bring_up_to_date(replica)
+        self._bring_up_to_date(replica)
 
     def _note_change(self, replica: Replica, label: str | None) -> None:
         url = replica.client.url

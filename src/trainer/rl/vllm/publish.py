@@ -84,6 +84,8 @@ class WeightsFolder:
         names = file_names(model, max_file_bytes)
         error: TrainerError | None = None
         sizes: dict[str, int] = {}
+        if world.is_main:
+            shutil.rmtree(staging, ignore_errors=True)  # of a publication that failed
         # Every rank gathers to the end, whatever rank 0 meets.
         for file_name, tensors in gathered(model, names, world, None):
             if world.is_main and error is None:

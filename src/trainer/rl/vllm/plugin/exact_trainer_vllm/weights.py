@@ -35,16 +35,24 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class SafetensorsDirectoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Replaces all weights of the model by those of a directory."""
+    """Replaces all weights of the model by those of a directory.
+
+    A directory that is not whole changes nothing. A load that breaks off later leaves neither the old weights nor the
+    new ones, and this process never serves again: the trainer starts another one.
+    """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
+    _is_broken = False
+    _has_loaded = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
+        if self._is_broken:
+            raise RuntimeError("an earlier load of weights broke off half way; start this server again")
+        self._has_loaded = False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -57,11 +65,17 @@ class SafetensorsDirectoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             ValueError: the directory is not whole; nothing was read then.
         """
         paths = published_files(Path(update_info.path))
+        self._is_broken = True
+        initialize_layerwise_reload(self.model)
         self.model.load_weights(_tensors(paths))
+        self._has_loaded = True
 
     def finish_weight_update(self) -> None:
+        if not self._has_loaded:
+            raise RuntimeError("no weights were loaded since start_weight_update")
         finalize_layerwise_reload(self.model, self.model_config)
         repack_tied_head(self.model)
+        self._is_broken = self._has_loaded = False
 
     def shutdown(self) -> None:
         pass
