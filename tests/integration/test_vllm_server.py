@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import build, save_reference
 
+from support.models import build, save_reference
 from trainer.config.rl import EngineConfig
 from trainer.core.distributed import world_from_env
 from trainer.models.base import CausalLM

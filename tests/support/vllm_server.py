@@ -156,7 +156,9 @@ class StandIn:
             with self._lock:
                 self._at_once -= 1
         spans = [{"version": self.label, "start": 0, "end": len(ids)}] if self.spans is None else self.spans(len(ids))
-        content = [{"token_id": t, "logprob": p, "rank": 1, "top_logprobs": []} for t, p in zip(ids, logprobs, strict=True)]
+        content = [
+            {"token_id": t, "logprob": p, "rank": 1, "top_logprobs": []} for t, p in zip(ids, logprobs, strict=True)
+        ]
         stopped = bool(ids) and ids[-1] in body["sampling_params"]["stop_token_ids"]
         choice = {
             "index": 0,

@@ -5,8 +5,8 @@ import socket
 import threading
 
 import pytest
-from support.vllm_server import StandIn
 
+from support.vllm_server import StandIn
 from trainer.errors import TrainingError
 from trainer.rl.types import Sampling
 from trainer.rl.vllm.client import ServerClient, ServerError, Span
@@ -51,7 +51,10 @@ def test_a_request_says_all_that_the_draw_depends_on(server):
 
 
 def test_an_answer_holds_tokens_logprobs_and_the_weights_of_each(server):
-    server.spans = lambda count: [{"version": "a:1", "start": 0, "end": 2}, {"version": "a:2", "start": 2, "end": count}]
+    server.spans = lambda count: [
+        {"version": "a:1", "start": 0, "end": 2},
+        {"version": "a:2", "start": 2, "end": count},
+    ]
     answer = client_of(server).generate([4], 3, 0, SAMPLING)
     assert (answer.ids, answer.logprobs) == ([5, 6, 7], [-5.0, -6.0, -7.0])
     assert answer.finish_reason == "stop"

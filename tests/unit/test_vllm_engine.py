@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+
 from support.models import build, save_reference, write_config
 from support.pool import run_on_ranks
 from support.vllm_server import StandIn
-
 from trainer.config.rl import EngineConfig
 from trainer.core.distributed import build_mesh, world_from_env
 from trainer.errors import ConfigError, DataError, TrainingError
@@ -61,7 +61,9 @@ def serving(model_dir: Path, **options: Any) -> StandIn:
     return server
 
 
-def engine_of(model: CausalLM, tmp_path: Path, *servers: StandIn, sampling: Sampling = PLAIN, **config: Any) -> VLLMEngine:
+def engine_of(
+    model: CausalLM, tmp_path: Path, *servers: StandIn, sampling: Sampling = PLAIN, **config: Any
+) -> VLLMEngine:
     settings = {"type": "vllm", "urls": tuple(server.url for server in servers), "start_seconds": 5.0} | config
     return VLLMEngine(
         model,
@@ -158,7 +160,11 @@ def test_a_completion_across_an_update_has_both_versions(parts):
 
 @pytest.mark.parametrize(
     ("label", "reason"),
-    [("{mine}:3", "serves step 3 yet, and step 4 is due"), ("default", "not this run's"), ("ffffffff:4", "not this run's")],
+    [
+        ("{mine}:3", "serves step 3 yet, and step 4 is due"),
+        ("default", "not this run's"),
+        ("ffffffff:4", "not this run's"),
+    ],
 )
 def test_tokens_of_other_weights_are_never_taken(model_dir, tmp_path, label, reason):
     with serving(model_dir) as server:
@@ -325,9 +331,7 @@ def _fails_on_rank(root: str, url: str) -> str:
     model = build(path / "model", mesh=build_mesh("cpu", 1, -1, world.size), random_init=True)
     config = EngineConfig(type="vllm", urls=(url,), start_seconds=0.5)
     try:
-        VLLMEngine(
-            model, config, run_dir=path, world=world, source=path / "model", sampling=PLAIN, seq_len=TOKENS
-        )
+        VLLMEngine(model, config, run_dir=path, world=world, source=path / "model", sampling=PLAIN, seq_len=TOKENS)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

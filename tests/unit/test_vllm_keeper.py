@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.vllm_server import StandIn
 
+from support.vllm_server import StandIn
 from trainer.config.rl import EngineConfig
 from trainer.errors import LaunchError, TrainingError
 from trainer.rl.vllm import keeper as keeping
@@ -160,7 +160,9 @@ def launched(tmp_path: Path, *words: str) -> tuple[LaunchedServer, ServerClient]
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, *(words or (str(STAND_IN), str(port)))]
-    return LaunchedServer(command, dict(os.environ), tmp_path / "vllm.log", port), ServerClient(f"127.0.0.1:{port}", 5.0)
+    return LaunchedServer(command, dict(os.environ), tmp_path / "vllm.log", port), ServerClient(
+        f"127.0.0.1:{port}", 5.0
+    )
 
 
 def test_a_launched_server_that_is_killed_starts_again_with_the_present_weights(tmp_path, folder, closing):
@@ -211,7 +213,9 @@ def test_the_command_line_and_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "x")
     python = tmp_path / "python"
     python.symlink_to(sys.executable)
-    config = EngineConfig(type="vllm", launch=True, python=str(python), port=1234, args=("--dtype", "half"), devices="5")
+    config = EngineConfig(
+        type="vllm", launch=True, python=str(python), port=1234, args=("--dtype", "half"), devices="5"
+    )
     command = server_command(
         config, tmp_path, dtype="float32", max_model_tokens=64, logprobs_mode="raw_logprobs", on_cpu=True
     )

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+
 from support.models import build, write_config
 from support.pool import run_on_ranks
-
 from trainer.core.distributed import build_mesh
 from trainer.core.files import file_hook
 from trainer.errors import TrainingError
@@ -29,7 +29,9 @@ def tiny(tmp_path: Path, **changes):
 
 
 def stored(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    return {
+        name: tensor for path in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(path).items()
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

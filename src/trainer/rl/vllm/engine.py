@@ -4,8 +4,6 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 from trainer.config.rl import EngineConfig
 from trainer.core.distributed import World, agree, on_main
 from trainer.core.log import logger

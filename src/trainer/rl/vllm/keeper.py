@@ -64,9 +64,7 @@ class Keeper:
     own first weights nor those of another run are ever taken for ours.
     """
 
-    def __init__(
-        self, replicas: Sequence[Replica], folder: WeightsFolder, *, keep_cache: bool, start_seconds: float
-    ):
+    def __init__(self, replicas: Sequence[Replica], folder: WeightsFolder, *, keep_cache: bool, start_seconds: float):
         self.replicas = list(replicas)
         self.token = secrets.token_hex(4)
         self._folder, self._keep_cache, self._start_seconds = folder, keep_cache, start_seconds

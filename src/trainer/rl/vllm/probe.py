@@ -82,7 +82,10 @@ def mismatch(
             f"{message} They are those at temperature 1, and not at rl.temperature: start the server with --logprobs-mode "
             "processed_logprobs, or set rl.temperature = 1."
         )
-    causes = ["another config.json, --dtype or quantization than the trainer's", "--logprobs-mode is not of log-probabilities"]
+    causes = [
+        "another config.json, --dtype or quantization than the trainer's",
+        "--logprobs-mode is not of log-probabilities",
+    ]
     if tied:
         causes.insert(
             0,

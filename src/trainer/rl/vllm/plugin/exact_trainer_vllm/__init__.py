@@ -20,9 +20,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:  # a process may load its plugins more than once
-        WeightTransferEngineFactory.register_engine(
-            BACKEND, "exact_trainer_vllm.weights", "SafetensorsDirectoryEngine"
-        )
+        WeightTransferEngineFactory.register_engine(BACKEND, "exact_trainer_vllm.weights", "SafetensorsDirectoryEngine")
     if PARENT in os.environ:
         _end_with_parent(int(os.environ[PARENT]))
 

@@ -108,7 +108,7 @@ def published_files(directory: Path) -> list[Path]:
 def _tensors(paths: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     for path in paths:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
+            for name in file.keys():
                 yield name, file.get_tensor(name)
 
 
