@@ -4,7 +4,6 @@ torch makes state lazily in the first `step`. A checkpoint then has nothing to f
 moves Adam's counter. Made here, `state_dict` is complete and the same on all ranks before the first update.
 """
 
-import importlib
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from trainer.config.train import OptimConfig, SchedulerConfig
+from trainer.core.imports import import_object
 from trainer.errors import ConfigError
 from trainer.optim.groups import decay_groups, muon_groups
 from trainer.optim.muon import Muon
@@ -75,11 +75,7 @@ def _muon(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
 
 def _custom(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
     path = config.class_path or ""
-    module_name, _, class_name = path.rpartition(".")
-    try:
-        cls = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"optim.class_path = {path!r} cannot be imported: {error}") from error
+    cls = import_object(path, "optim.class_path")
     arguments = dict(_argument(text) for text in config.args)
     try:
         optimizer = cls(groups, lr=config.lr, **arguments)
