@@ -1,6 +1,7 @@
 """The local engine against the trainer's own forward: what it draws, how probable it calls that, and what it leaves alone."""
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -305,17 +306,17 @@ def test_an_update_during_generation_shows_in_the_versions(tmp_path):
     def recorded(ids: Any, positions: Any) -> torch.Tensor:
         calls[0] += 1
         if calls[0] == 5:
-            updating.start()  # waits until this step is over
+            updating.start()
+            while not engine._turn.locked():  # it waits for the end of this step
+                time.sleep(0.001)
         return step(ids, positions)
 
     engine._decoding.step = recorded  # type: ignore[method-assign]
     completions = engine.generate(requests(tokens=20), SAMPLING)
     updating.join(timeout=30)
     assert not updating.is_alive()
-    for completion in completions:
-        assert completion.versions == sorted(completion.versions)
-        assert len(completion.versions) == len(completion.ids)
-    assert completions[0].versions[:5] == [0] * 5
+    assert [completion.versions for completion in completions[:2]] == [[0] * 5 + [1] * 15, [0] * 5 + [1] * 14]
+    assert {version for completion in completions[2:] for version in completion.versions} == {1}
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------------

@@ -4,14 +4,15 @@ A `Decoding` serves a fixed number of slots. Each holds one text; `prefill` read
 other slots, and every `step` reads one more token of the first slots and returns the logits that follow it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.errors import ModelError
 from trainer.kernels.attention import AttentionShape, plan_attention
@@ -285,9 +286,16 @@ class RereadDecoding(Decoding):
         def last(hidden: Tensor, weight: Tensor) -> Tensor:
             return F.linear(hidden[torch.arange(len(at), device=device), at], weight).float()
 
-        training = self._model.training
-        self._model.eval()
-        try:
+        with _evaluation(self._model):
             return self._model(texts, head=last)
-        finally:
-            self._model.train(training)
+
+
+@contextmanager
+def _evaluation(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

@@ -36,6 +36,7 @@ class LocalEngine:
         self._decoding, self._refresh = open_decoding(model, snapshot=snapshot, pack_bytes=pack_bytes)
         self._version: int | None = None
         self._between_steps = threading.Lock()
+        self._turn = threading.Lock()  # held by an update that waits, or generation would never let it in
 
     def update(self, version: int) -> None:
         """Serves the model's present weights from now on, as policy `version`. Collective over the ranks.
@@ -43,7 +44,7 @@ class LocalEngine:
         To be called after every change of the weights: where they are read in place they are served at once, and only the
         number is missing.
         """
-        with self._between_steps:
+        with self._turn, self._between_steps:
             self._refresh()
             self._version = version
 
@@ -62,6 +63,8 @@ class LocalEngine:
             raise TrainingError("the engine serves no weights yet: call update(version) before generate")
         batch = _Batch(self._decoding, requests, sampling, self._slots, self._model)
         while batch.active:
+            with self._turn:
+                pass
             with self._between_steps:
                 batch.step(self._version)
         return batch.completions()
