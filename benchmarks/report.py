@@ -230,8 +230,8 @@ def _rollout(result: dict[str, Any]) -> str:
         "## Rollouts\n\n"
         f"{settings['prompts']} completions of {settings['new_tokens']} tokens at once, prompts of 8 to 39 tokens, vocabulary "
         f"{settings['vocab_size']:,}, {settings['dtype']}, sampled at temperature 1.\nOurs is `rl.rollout.LocalEngine`, which "
-        "takes over the weights before every round and returns log-probabilities; theirs is\n`generate` with its default cache on "
-        "a padded batch, without log-probabilities. Bound: 2 on different prompts.\n\n"
+        "takes over the weights before every round and returns log-probabilities; theirs is\n`generate` with its default "
+        "cache on a padded batch, without log-probabilities. Bound: 2 on different prompts.\n\n"
         + table(head, rows)
         + f"\n{bounds(result)}\n{provenance(result)}"
     )
