@@ -5,7 +5,6 @@ moves Adam's counter. Made here, `state_dict` is complete and the same on all ra
 """
 
 import importlib
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from trainer.config.arguments import parse_arguments
 from trainer.config.train import OptimConfig, SchedulerConfig
 from trainer.errors import ConfigError
 from trainer.optim.groups import decay_groups, muon_groups
@@ -80,7 +80,7 @@ def _custom(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
         cls = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"optim.class_path = {path!r} cannot be imported: {error}") from error
-    arguments = dict(_argument(text) for text in config.args)
+    arguments = parse_arguments(config.args, "optim.args")
     try:
         optimizer = cls(groups, lr=config.lr, **arguments)
     except (TypeError, ValueError) as error:
@@ -88,15 +88,6 @@ def _custom(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optim.class_path = {path!r} is no torch.optim.Optimizer")
     return optimizer
-
-
-def _argument(text: str) -> tuple[str, Any]:
-    name, separator, value = text.partition("=")
-    try:
-        return name.strip(), json.loads(value)
-    except json.JSONDecodeError as error:
-        problem = f"{value!r} is not JSON ({error})" if separator else "there is no '='"
-        raise ConfigError(f"optim.args: {text!r} is not name=value: {problem}") from error
 
 
 def _make_adamw_state(optimizer: Optimizer) -> None:
