@@ -74,7 +74,9 @@ def test_reverse_text_rewards_the_right_share_from_the_start(completion, reward)
 
 
 def test_lengths_are_those_asked_for():
-    lengths = Counter(len(content(load("reverse-text"), index, "train").removeprefix("Reverse: ")) for index in range(400))
+    lengths = Counter(
+        len(content(load("reverse-text"), index, "train").removeprefix("Reverse: ")) for index in range(400)
+    )
     assert sorted(lengths) == [3, 4, 5, 6]
     assert min(lengths.values()) > 60
 
@@ -188,7 +190,9 @@ def test_reasoning_gym_tasks():
         load("reasoning-gym:chain_sum", "max_term=3")
 
 
-@pytest.mark.parametrize("what, expected", [("raise", "KeyError"), ("set", "set"), ("messages", "role"), ("list", "dict")])
+@pytest.mark.parametrize(
+    "what, expected", [("raise", "KeyError"), ("set", "set"), ("messages", "role"), ("list", "dict")]
+)
 def test_a_bad_prompt_names_the_environment(what, expected):
     loaded = load(f"{USER}:BadPrompt", f'what="{what}"')
     with pytest.raises(DataError, match=expected) as caught:
@@ -257,7 +261,9 @@ def test_access_is_random_and_the_same_for_everybody():
 
 def test_epochs_have_different_orders_and_so_have_seeds():
     config = EnvConfig(name="sort", prompts=30)
-    orders = {tuple(sequence(config, seed=seed).place(n)[1] for n in range(s, s + 30)) for seed in (0, 1) for s in (0, 30)}
+    orders = {
+        tuple(sequence(config, seed=seed).place(n)[1] for n in range(s, s + 30)) for seed in (0, 1) for s in (0, 30)
+    }
     assert len(orders) == 4
 
 

@@ -81,7 +81,8 @@ def guesses(*said: str):
 
 def reverse_prompts(count: int) -> list[Prompt]:
     return [
-        Prompt(10 + n, 0, n, ({"role": "user", "content": f"Reverse: ab{n}"},), {"answer": f"{n}ba"}) for n in range(count)
+        Prompt(10 + n, 0, n, ({"role": "user", "content": f"Reverse: ab{n}"},), {"answer": f"{n}ba"})
+        for n in range(count)
     ]
 
 

@@ -39,7 +39,8 @@ def rollout(draw) -> Rollout:
 
 
 GROUPS = st.lists(
-    st.builds(Group, st.integers(0, 2**62), st.text("0123456789:", max_size=8), st.lists(rollout(), max_size=4)), max_size=4
+    st.builds(Group, st.integers(0, 2**62), st.text("0123456789:", max_size=8), st.lists(rollout(), max_size=4)),
+    max_size=4,
 )
 
 

@@ -13,7 +13,7 @@ _INTEGER = re.compile(r"-?\d+")
 
 
 class ReverseText(Environment):
-    """"Reverse: abc" wants "cba".
+    """ "Reverse: abc" wants "cba".
 
     The reward is the share of the answer that is right from its start: the length of the common prefix of completion and
     answer, divided by the length of the longer one. It is 1 for the exact answer and only for that. Whitespace around
@@ -38,7 +38,7 @@ class ReverseText(Environment):
 
 
 class Sort(Environment):
-    """"Sort: 41 7 93" wants "7 41 93", graded by its numbers as `ReverseText` is by letters.
+    """ "Sort: 41 7 93" wants "7 41 93", graded by its numbers as `ReverseText` is by letters.
 
     Args:
         min_length, max_length: how many numbers.
@@ -61,7 +61,7 @@ class Sort(Environment):
 
 
 class Arithmetic(Environment):
-    """"12 + 7 - 3 =" wants "16": reward 1 if the last integer in the completion is the result, else 0.
+    """ "12 + 7 - 3 =" wants "16": reward 1 if the last integer in the completion is the result, else 0.
 
     Args:
         terms: numbers in an expression.
@@ -93,6 +93,8 @@ BUILT_IN: dict[str, type[Environment]] = {"reverse-text": ReverseText, "arithmet
 
 
 def _check_range(what: str, smallest: int, largest: int) -> None:
+    if not (isinstance(smallest, int) and isinstance(largest, int)):
+        raise TypeError(f"a {what} between {smallest!r} and {largest!r} is impossible; both must be integers")
     if not 1 <= smallest <= largest:
         raise ValueError(f"a {what} between {smallest} and {largest} is impossible; the smallest allowed is 1")
 

@@ -216,18 +216,16 @@ def _foreign(name: str, arguments: dict[str, Any], key: str) -> Environment:
 def _find_class(name: str, key: str, built_in: tuple[str, ...]) -> type[Environment]:
     module_name, separator, class_name = name.rpartition(":")
     if not separator:
+        hint = did_you_mean(name, (*built_in, *_FOREIGN)) or "."
         raise ConfigError(
-            f"{key}.name = {name!r}: no such environment{did_you_mean(name, (*built_in, *_FOREIGN))} Built in are "
-            f"{', '.join(built_in)}; others are reasoning-gym:TASK, verifiers:ID, package.module:Class and "
-            "path/to/file.py:Class"
+            f"{key}.name = {name!r}: no such environment{hint} Built in are {', '.join(built_in)}; others are "
+            "reasoning-gym:TASK, package.module:Class and path/to/file.py:Class"
         )
     try:
         module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name)
     except Exception as error:  # a user's module may raise anything
         hint = did_you_mean(f"{module_name}:", _FOREIGN)
-        raise ConfigError(
-            f"{key}.name = {name!r} cannot be imported: {type(error).__name__}: {error}{hint}"
-        ) from error
+        raise ConfigError(f"{key}.name = {name!r} cannot be imported: {type(error).__name__}: {error}{hint}") from error
     cls = getattr(module, class_name, None)
     if not (isinstance(cls, type) and issubclass(cls, Environment)):
         found = [n for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, Environment)]

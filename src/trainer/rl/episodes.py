@@ -85,7 +85,9 @@ def rollouts(
         TrainingError: the engine broke its contract.
     """
     episodes = [
-        episode for prompt in prompts for episode in _begin(prompt, samples, renderer=renderer, scorer=scorer, seq_len=seq_len)
+        episode
+        for prompt in prompts
+        for episode in _begin(prompt, samples, renderer=renderer, scorer=scorer, seq_len=seq_len)
     ]
     live = [episode for episode in episodes if episode.error is None]
     while live:

@@ -30,7 +30,9 @@ class ReasoningGym(Environment):
 
     def __init__(self, dataset: Any, answer_tag: str | None = None, partial: bool = False):
         self.dataset, self.answer_tag, self.partial = dataset, answer_tag, partial
-        self._entry = lru_cache(maxsize=256)(dataset.__getitem__)  # facts may not be JSON-able: scoring makes them again
+        self._entry = lru_cache(maxsize=256)(
+            dataset.__getitem__
+        )  # facts may not be JSON-able: scoring makes them again
 
     def sample(self, rng: "np.random.Generator") -> tuple[str, dict[str, Any]]:
         item = int(rng.integers(_ITEMS))

@@ -35,7 +35,7 @@ def answer(environment: Environment, task: str, info: Mapping[str, Any], message
         reply = environment.step(info, messages)
         # Through JSON: what is not plain data fails here, inside the try.
         return {"messages": None if reply is None else json.loads(json.dumps(as_messages(reply)))}
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
+    except (Exception, SystemExit) as error:
         return {"error": _described(task, error)}
 
 
@@ -89,7 +89,7 @@ def _handle(environments: dict[int, Environment], data: bytes) -> dict[str, Any]
     position = request["env"]
     if request["task"] == "load":
         try:
-            config = EnvConfig(**request["config"])
+            config = EnvConfig.model_validate_json(request["config"])
             environments[position] = load_environment(config, position, request["seed"]).environment
         except (Exception, SystemExit) as error:
             return {"error": f"loading raised {type(error).__name__}: {error}"}

@@ -157,7 +157,7 @@ class _Worker:
             return
         if self._process is None:
             self._start()
-        config = loaded.config.model_dump(mode="json")
+        config = loaded.config.model_dump_json()
         request = {"task": "load", "env": loaded.position, "config": config, "seed": self._seed}
         reply = self._exchange(request, LOAD_SECONDS)
         if "error" in reply:
