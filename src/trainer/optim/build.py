@@ -4,7 +4,6 @@ torch makes state lazily in the first `step`. A checkpoint then has nothing to f
 moves Adam's counter. Made here, `state_dict` is complete and the same on all ranks before the first update.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from trainer.config.arguments import parse_arguments
 from trainer.config.train import OptimConfig, SchedulerConfig
 from trainer.core.imports import import_object
 from trainer.errors import ConfigError
@@ -76,7 +76,7 @@ def _muon(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
 def _custom(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
     path = config.class_path or ""
     cls = import_object(path, "optim.class_path")
-    arguments = dict(_argument(text) for text in config.args)
+    arguments = parse_arguments(config.args, "optim.args")
     try:
         optimizer = cls(groups, lr=config.lr, **arguments)
     except (TypeError, ValueError) as error:
@@ -84,15 +84,6 @@ def _custom(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optim.class_path = {path!r} is no torch.optim.Optimizer")
     return optimizer
-
-
-def _argument(text: str) -> tuple[str, Any]:
-    name, separator, value = text.partition("=")
-    try:
-        return name.strip(), json.loads(value)
-    except json.JSONDecodeError as error:
-        problem = f"{value!r} is not JSON ({error})" if separator else "there is no '='"
-        raise ConfigError(f"optim.args: {text!r} is not name=value: {problem}") from error
 
 
 def _make_adamw_state(optimizer: Optimizer) -> None:
