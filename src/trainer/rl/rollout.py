@@ -22,6 +22,8 @@ class LocalEngine:
     Neither gradients, nor generators, nor the model's mode are touched.
     """
 
+    overlaps = False  # it could, but then what generates what would depend on timing
+
     def __init__(self, model: CausalLM, *, slots: int, snapshot: bool = False, pack_bytes: int = PACK_BYTES):
         """
         Args:
