@@ -21,6 +21,7 @@ trainer: SFT and RL training for language models, with exact resumes
   trainer ckpt prune|export|repair|import ...
                                              thin out, hand on and mend them, bring in those of other trainers
   trainer plot RUN...                        curves of one or more runs as PNG
+  trainer rollouts show RUN                  what the model wrote in an RL step, and its rewards
 
 A config is made of files and flags: "trainer sft @ a.toml @ b.toml --optim.lr 1e-4". Later files win over earlier
 ones, flags over files. "trainer COMMAND --help" tells more; "trainer sft --help optim" explains the keys of [optim].
@@ -84,11 +85,15 @@ def _dispatch(argv: list[str]) -> int:
             from trainer.cli.plot import main as plot
 
             return plot(rest) or 0
+        case "rollouts":
+            from trainer.cli.rollouts import main as rollouts
+
+            return rollouts(rest)
     if not command:
         print(USAGE, end="", file=sys.stderr)
         return 2
     raise ConfigError(
-        f"trainer has no command {command!r}; it has sft, rl, config, check, ckpt and plot (trainer --help)"
+        f"trainer has no command {command!r}; it has sft, rl, config, check, ckpt, plot and rollouts (trainer --help)"
     )
 
 

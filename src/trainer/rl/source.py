@@ -210,7 +210,7 @@ class RolloutSource:
             "order": self._order,
             "cursor": leaves | {"has_old": old is not None},
             "about": about,
-            "rollouts": {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()},
+            "rollouts": {name: torch.tensor(array) for name, array in arrays.items()},
         }
 
     def make_room(self, saved: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
