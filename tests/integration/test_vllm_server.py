@@ -1,8 +1,11 @@
 """A real vLLM server in .vllm (`make vllm`): started, asked, given new weights, killed, and held against our own model."""
 
+import copy
 import os
+import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from trainer.config.rl import EngineConfig
 from trainer.core.distributed import world_from_env
 from trainer.models.base import CausalLM
 from trainer.rl.types import Completion, Request, Sampling
+from trainer.rl.vllm.client import ServerError
 from trainer.rl.vllm.engine import VLLMEngine
 from trainer.rl.vllm.probe import model_logprobs
 from trainer.rl.vllm.server import DEFAULT_PYTHON
@@ -63,6 +67,45 @@ def perturb(model: CausalLM, seed: int) -> None:
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 
+def _across_an_update(engine: VLLMEngine, model: CausalLM, sampling: Sampling, told: list[str]) -> float:
+    """Updates from step 7 to 8 while tokens are generated; returns the largest distance of a token's log-probability to
+    that under the weights which it is said to be from."""
+    before = copy.deepcopy(model)
+    asked = [Request([5, 17, 40], 240, seed) for seed in range(4)]
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(engine.generate, asked, sampling)
+        assert engine._keeper is not None
+        time.sleep(1.0)
+        perturb(model, 3)
+        engine.update(8)
+        found = future.result()
+    distances = []
+    for request, completion in zip(asked, found, strict=True):
+        assert completion.versions == sorted(completion.versions) and set(completion.versions) <= {7, 8}
+        own = {
+            version: model_logprobs(m, [*request.prompt_ids, *completion.ids], sampling.temperature)[2:]
+            for version, m in ((7, before), (8, model))
+        }
+        places = zip(completion.versions, completion.logprobs, strict=True)
+        distances += [abs(own[version][place] - theirs) for place, (version, theirs) in enumerate(places)]
+    told.append(f"tokens before and after the update: {[c.versions.count(7) for c in found]} of 240 before")
+    assert any(len(set(completion.versions)) == 2 for completion in found), "no completion was under way at the update"
+    return max(distances)
+
+
+def _refuses_what_is_not_whole(engine: VLLMEngine, tmp_path: Path) -> None:
+    assert engine._keeper is not None
+    keeper = engine._keeper
+    client, good = keeper.replicas[0].client, engine._folder.path(8)
+    bad = tmp_path / "bad"
+    shutil.copytree(good, bad)
+    os.truncate(bad / "model.safetensors", 1000)
+    with keeper.replicas[0].lock:
+        with pytest.raises(ServerError, match="/update_weights answered 500"):
+            client.load(bad, "bad", keep_cache=False)
+        client.load(good, keeper.label(8), keep_cache=False)
+
+
 @pytest.mark.parametrize(("tied", "temperature", "port"), [(True, 1.0, 8117), (False, 0.6, 8118)])
 def test_a_real_server_serves_the_model_that_trains(tmp_path, tied, temperature, port, capsys):
     save_reference(tmp_path / "model", tie_word_embeddings=tied, **SIZES)
@@ -104,6 +147,14 @@ def test_a_real_server_serves_the_model_that_trains(tmp_path, tied, temperature,
         told.append(f"update without probe {time.perf_counter() - started:.2f} s")
         assert worst(model, asked, engine.generate(asked, sampling), temperature) < BOUND
 
+        # Completions under way go on with the new weights, and every token is told which ones were its own.
+        mixed = _across_an_update(engine, model, sampling, told)
+        assert mixed < BOUND
+
+        # A directory that is not whole changes nothing, and is named.
+        _refuses_what_is_not_whole(engine, tmp_path)
+        assert worst(model, asked, engine.generate(asked, sampling), temperature) < BOUND
+
         # Stop tokens and greedy decoding.
         greedy = engine.generate(asked[:1], Sampling(0.0))[0]
         assert greedy.ids[0] == int(model(torch.tensor([asked[0].prompt_ids]))[0, -1].argmax())
@@ -123,7 +174,7 @@ def test_a_real_server_serves_the_model_that_trains(tmp_path, tied, temperature,
         told.append(f"killed and back after {time.perf_counter() - started:.1f} s")
         assert process.pid != before
         assert worst(model, asked, third, temperature) < BOUND
-        assert all(completion.versions == [7] * 20 for completion in third)
+        assert all(completion.versions == [8] * 20 for completion in third)
         pid = process.pid
     finally:
         engine.close()

@@ -222,7 +222,7 @@ def test_the_command_line_and_the_environment(tmp_path, monkeypatch):
     assert command[:3] == [str(python), "-m", "vllm.entrypoints.openai.api_server"]
     assert command[-2:] == ["--dtype", "half"]  # the user's own arguments win
     assert command[command.index("--host") + 1] == "127.0.0.1"
-    environment = server_environment(config)
+    environment = server_environment(config, on_cpu=True)
     assert environment["VLLM_SERVER_DEV_MODE"] == "1" and "5" in environment.values()
     assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PYTHONPATH"} & environment.keys()
 

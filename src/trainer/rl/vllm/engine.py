@@ -143,16 +143,17 @@ class VLLMEngine:
         model_dir = self._folder.root / "model"
         model_dir.mkdir()
         (model_dir / "config.json").write_text(json.dumps(export_config(self._model, source), indent=2) + "\n")
+        on_cpu = self._model.embedding.weight.device.type == "cpu"
         command = server_command(
             self._config,
             model_dir.absolute(),
             dtype=str(self._model.compute_dtype).removeprefix("torch."),
             max_model_tokens=self._max_tokens,
             logprobs_mode=logprobs_mode(self._sampling),
-            on_cpu=self._model.embedding.weight.device.type == "cpu",
+            on_cpu=on_cpu,
         )
         log = run_dir / "logs" / "vllm.log"
-        return LaunchedServer(command, server_environment(self._config), log, self._config.port)
+        return LaunchedServer(command, server_environment(self._config, on_cpu=on_cpu), log, self._config.port)
 
     def _serve(self, version: int) -> None:
         assert self._keeper is not None

@@ -48,6 +48,7 @@ def server_command(
         "--max-model-len": str(max_model_tokens),
         "--load-format": "dummy",  # whatever it began with would be replaced before the first request
         "--logprobs-mode": logprobs_mode,
+        "--disable-access-log-for-endpoints": "/health,/weight_info",  # asked every few seconds
         "--weight-transfer-config": json.dumps({"backend": BACKEND}),
     }
     flags = ["--enable-scale-out", "--skip-tokenizer-init", *(["--enforce-eager"] if on_cpu else [])]
@@ -56,11 +57,13 @@ def server_command(
     return [str(python.absolute()), "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags, *config.args]
 
 
-def server_environment(config: EngineConfig) -> dict[str, str]:
+def server_environment(config: EngineConfig, *, on_cpu: bool) -> dict[str, str]:
     """Returns the environment of the server: this process's, without what is only meant for a rank."""
     env = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
     env = {name: value for name, value in env.items() if not name.startswith("TORCHELASTIC_")}
     defaults = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    if on_cpu:
+        defaults["TORCHDYNAMO_DISABLE"] = "1"  # else g++ compiles small functions for a minute before the first token
     env = defaults | env | {"VLLM_SERVER_DEV_MODE": "1", "EXACT_TRAINER_PARENT": str(os.getpid())}
     if config.devices is not None:
         env[VISIBLE_DEVICES] = config.devices
