@@ -118,8 +118,8 @@ def repack_tied_head(model: torch.nn.Module) -> None:
     The files hold a tied weight once, under the embedding's name, so nothing was loaded into the head; on a CPU it keeps
     a packed copy of its own, which would stay the old one.
     """
-    heads = [module for module in model.modules() if isinstance(module, ParallelLMHead)]
-    embeddings = [
+    heads: list[Any] = [module for module in model.modules() if isinstance(module, ParallelLMHead)]
+    embeddings: list[Any] = [
         module
         for module in model.modules()
         if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
