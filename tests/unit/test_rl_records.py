@@ -64,7 +64,7 @@ def bits(groups: list[Group]) -> list:
     ]
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(GROUPS)
 def test_packing_is_exact_through_a_checkpoints_json(groups):
     packed = pack_groups(groups)
