@@ -157,7 +157,7 @@ def policy_function(config: ObjectiveConfig) -> PolicyFunction:
     """
     if config.loss != "custom":
         return POLICY_LOSSES[config.loss]
-    function = import_object(config.class_path or "", "objective.class_path")
+    function: PolicyFunction = import_object(config.class_path or "", "objective.class_path")
     if not callable(function):
         raise ConfigError(f"objective.class_path = {config.class_path!r} is no function")
     return function
@@ -175,9 +175,7 @@ def _moved(tokens: TokenBatch) -> Tensor:
 def _clipped(ratio: Tensor, advantages: Tensor, config: ObjectiveConfig) -> PolicyLoss:
     low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
     loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
-    return PolicyLoss(
-        loss, clip_low=(ratio < low) & (advantages < 0), clip_high=(ratio > high) & (advantages > 0)
-    )
+    return PolicyLoss(loss, clip_low=(ratio < low) & (advantages < 0), clip_high=(ratio > high) & (advantages > 0))
 
 
 def _inside(tokens: TokenBatch, outside: Tensor) -> PolicyLoss:
@@ -297,7 +295,9 @@ def _neutral_outside_mask(tokens: TokenBatch) -> TokenBatch:
     for field in fields(tokens):
         value = getattr(tokens, field.name)
         if value is not None and field.name != "mask":
-            cleaned[field.name] = torch.where(tokens.mask, value, torch.zeros((), dtype=value.dtype, device=value.device))
+            cleaned[field.name] = torch.where(
+                tokens.mask, value, torch.zeros((), dtype=value.dtype, device=value.device)
+            )
     return replace(tokens, **cleaned)
 
 
