@@ -87,6 +87,19 @@ class Guess(Environment):
         return Score(float(messages[-1]["content"] == str(info["number"])), {"turns": turns})
 
 
+class Again(Environment):
+    """Asks for everything twice."""
+
+    def prompt(self, index, split):
+        return "Say it.", {}
+
+    def step(self, info, messages):
+        return "again" if len(messages) == 2 else None
+
+    def score(self, info, completion):
+        return 1.0
+
+
 class NotAnEnvironment:
     pass
 

@@ -48,6 +48,10 @@ def test_j11_golden_values_for_each_scope(kind):
     assert advantages(TWO_GROUPS, kind) == [pytest.approx(group, abs=1e-15) for group in GOLDEN[kind]]
 
 
+def test_an_offset_common_to_all_rewards_costs_no_precision():
+    assert advantages([[2**20 + value for value in (0.0, 1.0, 3.0)]], "grpo") == advantages([[0.0, 1.0, 3.0]], "grpo")
+
+
 def test_maxrl_divides_by_the_mean():
     assert advantages([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]], "maxrl") == [
         pytest.approx([3.0, -1.0, -1.0, -1.0]),

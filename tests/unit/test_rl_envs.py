@@ -44,10 +44,10 @@ def test_prompts_are_a_function_of_seed_split_and_index(name):
 
 @pytest.mark.parametrize("name, args", [(name, ()) for name in BUILT_IN] + [("reverse-text", ("max_length=3",))])
 def test_held_out_prompts_never_occur_in_training_whatever_the_seed(name, args):
-    train = {content(load(name, *args, seed=seed), index, "train") for seed in (0, 1) for index in range(3000)}
-    held_out = {content(load(name, *args, seed=seed), index, "eval") for seed in (0, 2) for index in range(200)}
+    train = {content(load(name, *args, seed=seed), index, "train") for seed in (0, 1) for index in range(600)}
+    held_out = {content(load(name, *args, seed=seed), index, "eval") for seed in (0, 2) for index in range(60)}
     assert not train & held_out
-    assert len(held_out) > 200
+    assert len(held_out) > 60
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))

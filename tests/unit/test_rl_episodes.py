@@ -1,14 +1,16 @@
 """Rollouts with a scripted engine and real tokenizers: whose tokens they are, where they end, what is recorded."""
 
+import atexit
 import json
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import pytest
+
 from support import tokenizers as templates
 from support.scripted import ScriptedGenerator
 from support.tokenizers import byte_tokenizer
-
 from trainer.config.rl import EnvConfig, RLSection
 from trainer.core.rng import derive_seed
 from trainer.errors import ConfigError, DataError, TrainingError
@@ -27,31 +29,38 @@ def template_of(name: str | None) -> str | None:
     return None if name is None else getattr(templates, name)
 
 
+@cache
+def scorer_of(configs: tuple[EnvConfig, ...]) -> Scorer:
+    """One scoring process for each set of environments, shared by the tests; it ends with pytest."""
+    scorer = Scorer(load_environments(configs, 0), 0)
+    atexit.register(scorer.close)
+    return scorer
+
+
 class Setup:
     """Everything but the script."""
 
     def __init__(self, script, *configs: EnvConfig, template: str | None = templates.QWEN, **settings):
         self.tokenizer = byte_tokenizer(template)
         self.renderer = Renderer(self.tokenizer)
-        self.scorer = Scorer(load_environments(configs, 0), 0)
+        self.scorer = scorer_of(configs)
         self.config = RLSection(**settings)
         self.sampling = Sampling(1.0, stop_ids=stop_ids(self.tokenizer))
         self.engine = ScriptedGenerator(lambda request: script(self, request))
 
     def run(self, prompts: Sequence[Prompt], samples: int = 1, seq_len: int = 512, **settings) -> list[Group]:
-        with self.scorer:
-            return rollouts(
-                prompts,
-                samples,
-                engine=self.engine,
-                renderer=self.renderer,
-                scorer=self.scorer,
-                config=self.config,
-                sampling=self.sampling,
-                seed=7,
-                seq_len=seq_len,
-                **settings,
-            )
+        return rollouts(
+            prompts,
+            samples,
+            engine=self.engine,
+            renderer=self.renderer,
+            scorer=self.scorer,
+            config=self.config,
+            sampling=self.sampling,
+            seed=7,
+            seq_len=seq_len,
+            **settings,
+        )
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -67,7 +76,7 @@ def guess_prompt(number: int, place: int = 0) -> Prompt:
 
 
 def guesses(*said: str):
-    """A model that says these one after the other, each as single-byte tokens: not how the tokenizer would cut it."""
+    """A model that says these one after the other, letter by letter."""
 
     def script(setup: Setup, request: Request) -> list[int]:
         turn = setup.renderer.text([*request.prompt_ids]).count("too ")
@@ -198,6 +207,22 @@ def test_the_models_tokens_stay_and_the_rest_is_what_the_template_adds(name):
             messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": reply}]
         rendered = setup.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert setup.renderer.text(requests[2].prompt_ids) == rendered
+
+
+@pytest.mark.parametrize("name", ALL_TEMPLATES)
+def test_an_unusual_tokenization_of_a_turn_is_kept(name):
+    said = "The capital of France"
+
+    def script(setup: Setup, request: Request) -> list[int]:
+        return [token for letter in said for token in setup.ids(letter)] + [setup.end]
+
+    setup = Setup(script, EnvConfig(name=f"{USER}:Again"), template=template_of(name))
+    rollout = setup.run([Prompt(0, 0, 0, ({"role": "user", "content": "Say it."},))])[0].rollouts[0]
+    spelled = script(setup, setup.engine.calls[0][0])
+    assert len(setup.ids(said)) < len(spelled) - 1
+    first, second = (call[0].prompt_ids for call in setup.engine.calls)
+    assert second[: len(first) + len(spelled)] == [*first, *spelled]
+    assert rollout.ids.tolist() == [*second, *spelled]
 
 
 def test_without_a_template_every_message_is_a_line():

@@ -110,33 +110,44 @@ class CachedDecoding(Decoding):
         self._spec, self._rotary, self._choice = model.spec, model.model.rotary_emb, model.attention
         self._weights = weights
         self._device, self._dtype = weights.embedding.device, model.compute_dtype
-        self._storage = torch.empty(0)
-        self._cache = torch.empty(0)
-        self._rows = self._positions = self._cos = self._sin = torch.empty(0)
+        # On CPU three products beat the fused kernel three times over, if keys lie with a head's positions side by side.
+        self._by_products = self._device.type == "cpu" and self._dtype == torch.float32
+        self._shape: tuple[int, ...] = ()
+        self._storage = self._cache = self._keys = self._values = torch.empty(0)
+        self._key_places = self._value_places = self._positions = self._cos = self._sin = torch.empty(0)
 
     @torch.inference_mode()
     def begin(self, slots: int, tokens: int) -> None:
         spec = self._spec
         tokens = -(-tokens // 16) * 16
-        shape = (spec.num_layers, 2, slots, spec.num_kv_heads, tokens, spec.head_dim)
-        if self._cache.shape == shape:
+        layers, heads, dim = spec.num_layers, spec.num_kv_heads, spec.head_dim
+        if self._shape == (slots, tokens):
             return
-        size = int(np.prod(shape))
+        size = 2 * layers * slots * heads * tokens * dim
         if self._storage.numel() < size:
-            self._storage = torch.empty(0)  # freed before the larger one is asked for
+            self.forget()  # freed before the larger one is asked for
             # Zeros: what is masked is multiplied by 0, and must be finite for that.
             self._storage = torch.zeros(size, dtype=self._dtype, device=self._device)
         # The shape follows from this call alone, and so do its bits, whatever was generated earlier.
-        self._cache = self._storage[:size].view(shape)
-        self._rows = torch.arange(2 * slots * spec.num_kv_heads, device=self._device) * tokens
-        self._rows = self._rows.view(2, slots, spec.num_kv_heads).transpose(0, 1).contiguous()
+        self._shape = slots, tokens
+        self._cache = self._storage[:size].view(layers, 2, slots * heads * tokens * dim)
+        keys, self._values = (self._cache[:, i].view(layers, slots, heads, tokens, dim) for i in range(2))
+        if self._by_products:
+            self._keys = keys.view(layers, slots, heads, dim, tokens)
+        else:
+            self._keys = keys.transpose(-1, -2)
+        # Where position 0 of each head lies: elements of keys [slots, heads, dim], and rows of values [slots, heads].
+        elements = torch.arange(slots * heads * tokens * dim, device=self._device)
+        self._key_places = elements.as_strided(self._keys.shape[1:-1], self._keys.stride()[1:-1]).contiguous()
+        self._value_places = elements[: slots * heads].view(slots, heads) * tokens
         self._positions = torch.arange(tokens, device=self._device)
         cos, sin = self._rotary(self._positions[None], None, self._dtype)
         self._cos, self._sin = cos[0], sin[0]
 
     def forget(self) -> None:
         """Frees the cache, and with it values that may not be finite."""
-        self._storage = self._cache = torch.empty(0)
+        self._shape = ()
+        self._storage = self._cache = self._keys = self._values = torch.empty(0)
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
@@ -166,37 +177,52 @@ class CachedDecoding(Decoding):
         place = torch.tensor(slots, device=self._device)
         for number, (layer, window) in enumerate(zip(self._weights.layers, spec.windows, strict=True)):
             q, k, v = (part.unflatten(0, (rows, tokens)) for part in self._project(layer, x, cos, sin))
-            keys, values = self._cache[number]
-            keys[place, :, :tokens], values[place, :, :tokens] = k.transpose(1, 2), v.transpose(1, 2)
+            self._keys[number][place, :, :, :tokens] = k.permute(0, 2, 3, 1)
+            self._values[number][place, :, :tokens] = v.transpose(1, 2)
             if number < spec.num_layers - 1:  # nothing is asked of the last layer's output
                 self._finish(layer, x, plans[window](q, k, v).reshape(rows * tokens, -1))
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, tokens: int) -> None:
-        self._cache[:, :, target, :, :tokens] = self._cache[:, :, source, :, :tokens]
+        self._keys[:, target, :, :, :tokens] = self._keys[:, source, :, :, :tokens]
+        self._values[:, target, :, :tokens] = self._values[:, source, :, :tokens]
 
     @torch.inference_mode()
     def step(self, ids: Integers, positions: Integers) -> Tensor:
         spec, rows = self._spec, len(ids)
         longest = int(positions.max()) + 1
         if self._device.type != "cpu":
-            longest = min(-(-longest // 64) * 64, self._cache.shape[4])  # few shapes: kernels and memory are reused
+            longest = min(-(-longest // 64) * 64, self._shape[1])  # few shapes: kernels and memory are reused
         at = torch.from_numpy(positions).to(self._device)
         masks = {window: self._mask(at, positions, longest, window) for window in dict.fromkeys(spec.windows)}
         cos, sin = self._cos[at], self._sin[at]
-        index = self._rows[:rows] + at[:, None, None]
+        stride = self._keys.stride(-1)
+        key_places = (self._key_places[:rows] + (at * stride)[:, None, None]).view(-1)
+        value_places = (self._value_places[:rows] + at[:, None]).view(-1)
         x = F.embedding(torch.from_numpy(ids).to(self._device), self._weights.embedding).to(self._dtype)
-        groups = spec.num_heads // spec.num_kv_heads
-        for cache, layer, window in zip(self._cache, self._weights.layers, spec.windows, strict=True):
+        for number, (layer, window) in enumerate(zip(self._weights.layers, spec.windows, strict=True)):
             q, k, v = self._project(layer, x, cos, sin)
-            cache.view(-1, spec.head_dim)[index] = torch.stack((k, v), dim=1)
-            keys, values = cache[:, :rows, :, :longest]
-            # Queries that share a key head stand where other callers have a text's positions: nothing is repeated.
-            q = q.view(rows, spec.num_kv_heads, groups, spec.head_dim)
-            y = F.scaled_dot_product_attention(q, keys, values, attn_mask=masks[window])
-            self._finish(layer, x, y.reshape(rows, -1))
+            keys, values = self._cache[number]
+            keys.index_copy_(0, key_places, k.reshape(-1))
+            values.view(-1, spec.head_dim).index_copy_(0, value_places, v.reshape(-1, spec.head_dim))
+            keys, values = self._keys[number, :rows, :, :, :longest], self._values[number, :rows, :, :longest]
+            self._finish(layer, x, self._attend(q, keys, values, masks[window]))
         x = _rms_norm(x, self._weights.norm, spec.norm_eps)
         return F.linear(x, self._weights.head).float()
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Returns [rows, heads * head_dim] for q [rows, heads, head_dim], keys [rows, kv_heads, head_dim, T] and values
+        [rows, kv_heads, T, head_dim]."""
+        rows, kv_heads, tokens, dim = values.shape
+        # Queries that share a key head stand where other callers have a text's positions: nothing is repeated.
+        q = q.reshape(rows, kv_heads, -1, dim)
+        if not self._by_products:
+            y = F.scaled_dot_product_attention(q, keys.transpose(-1, -2), values, attn_mask=mask)
+            return y.reshape(rows, -1)
+        scores = torch.bmm(q.flatten(0, 1), keys.flatten(0, 1)).mul_(dim**-0.5)
+        if mask is not None:
+            scores.view(rows, kv_heads, -1, tokens).add_(mask)
+        return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(rows, -1)
 
     def _mask(self, at: Tensor, positions: Integers, longest: int, window: int | None) -> Tensor | None:
         """Returns [rows, 1, 1, longest], added to the scores; None where every text sees all of it."""

@@ -12,7 +12,7 @@ differences to the least reward: they do not depend on the order, and equal rewa
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from trainer.errors import TrainingError
 
@@ -48,7 +48,7 @@ def advantages(rewards: Sequence[Sequence[float | None]], kind: AdvantageKind) -
     return results
 
 
-def _counts(value: float | None) -> bool:
+def _counts(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
 
 

@@ -59,7 +59,7 @@ def reasoning_gym(task: str, arguments: dict[str, Any], key: str) -> Environment
         import reasoning_gym  # pyright: ignore[reportMissingImports]
         from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise _missing("reasoning-gym", key) from error
+        raise _missing("reasoning-gym", key, error) from error
     if task not in DATASETS:
         near = did_you_mean(task, [*DATASETS])
         raise ConfigError(
@@ -93,8 +93,8 @@ def verifiers(environment_id: str, arguments: dict[str, Any], key: str) -> Envir
     )
 
 
-def _missing(package: str, key: str) -> ConfigError:
+def _missing(package: str, key: str, error: ImportError) -> ConfigError:
     return ConfigError(
-        f'{key}.name needs the package {package}, which is not installed: pip install "exact-trainer[envs]" '
+        f'{key}.name needs the package {package}, which cannot be imported ({error}): pip install "exact-trainer[envs]" '
         f"(or pip install {package})"
     )

@@ -157,7 +157,7 @@ def policy_function(config: ObjectiveConfig) -> PolicyFunction:
     """
     if config.loss != "custom":
         return POLICY_LOSSES[config.loss]
-    function = import_object(config.class_path or "", "objective.class_path")
+    function: PolicyFunction = import_object(config.class_path or "", "objective.class_path")
     if not callable(function):
         raise ConfigError(f"objective.class_path = {config.class_path!r} is no function")
     return function

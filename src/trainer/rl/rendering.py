@@ -131,7 +131,7 @@ def stop_ids(
     """
     found: set[int] = set()
     if tokenizer.eos_token_id is not None:
-        found.add(int(tokenizer.eos_token_id))
+        found.add(tokenizer.eos_token_id)  # pyright: ignore[reportArgumentType]  (one id, despite its declared type)
     closing = Renderer(tokenizer).end_of_turn_id()
     if closing is not None:
         found.add(closing)

@@ -153,6 +153,8 @@ class _Worker:
         self._loaded.clear()
 
     def _load(self, loaded: LoadedEnvironment) -> None:
+        if self._process is not None and self._process.poll() is not None:
+            self.close()  # it ended while nobody asked it anything; the next sample is not to blame
         if loaded.position in self._loaded:
             return
         if self._process is None:
