@@ -14,7 +14,7 @@ class EnvConfig(Section):
     """One environment ([[envs]])."""
 
     name: str = Field(min_length=1)
-    """Built in: "reverse-text", "arithmetic", "sort". "reasoning-gym:TASK" and "verifiers:ID" need their packages. Your
+    """Built in: "reverse-text", "arithmetic", "sort". "reasoning-gym:TASK" needs that package. Your
     own: "package.module:Class" or "path/to/file.py:Class"."""
     weight: PositiveFloat = 1.0
     """Share of the prompts, relative to the other environments' weights."""
