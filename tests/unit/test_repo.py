@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MAX_LINES = 450
-LEFT_OUT = {".git", ".venv", ".uv", ".cache", "runs", "wandb", "dist", "build", "__pycache__"}
+LEFT_OUT = {".git", ".venv", ".vllm", ".uv", ".cache", "runs", "wandb", "dist", "build", "__pycache__"}
 
 # Put together from halves, so that this file does not find itself.
 MACHINE_PATHS = ["/wo" + "rk/", "/opt/" + "wheels", "/ro" + "ot/", "/home/" + "user"]
