@@ -175,7 +175,7 @@ def _schedule_rules(c: RunConfig, max_steps: int | None) -> Iterator[_Broken]:
         )
 
 
-_MUON_KEYS = ("adamw_lr", "nesterov", "adjust_lr", "ns_coefficients", "ns_steps")
+_MUON_KEYS = ("adamw_lr", "nesterov", "adjust_lr", "ns_coefficients", "ns_steps", "implementation")
 
 
 def _optim_rules(c: RunConfig) -> Iterator[_Broken]:

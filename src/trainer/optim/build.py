@@ -15,6 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from trainer.config.train import OptimConfig, SchedulerConfig
 from trainer.errors import ConfigError
+from trainer.optim.dion import DionMuon, load_dion
 from trainer.optim.groups import decay_groups, muon_groups
 from trainer.optim.muon import Muon
 from trainer.optim.schedule import Schedule
@@ -38,8 +39,25 @@ def build_groups(
     return [group | {"lr": config.lr, "initial_lr": config.lr} for group in groups]
 
 
-def build_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
+def check_optimizer(config: OptimConfig) -> None:
+    """Finds out, before a model is loaded, whether the optimizer can be had at all.
+
+    Raises:
+        ConfigError: optim.class_path, optim.args or optim.implementation ask for what is not there.
+    """
+    if config.type == "custom":
+        _custom_class(config)
+        dict(_argument(text) for text in config.args)
+    elif config.implementation == "dion":
+        load_dion()
+
+
+def build_optimizer(
+    config: OptimConfig, groups: list[dict[str, Any]], *, compute_device: torch.device | None = None
+) -> Optimizer:
     """Returns the optimizer over `groups` (see `build_groups`).
+
+    compute_device: where Muon orthogonalises, if not where the tensors of `groups` are.
 
     Raises:
         ConfigError: optim.class_path or optim.args name nothing that can be called.
@@ -54,14 +72,15 @@ def build_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimi
     elif config.type == "sign_sgd":
         optimizer = SignSGD(groups, momentum=momentum)
     elif config.type == "muon":
-        optimizer = _muon(config, groups)
+        optimizer = _muon(config, groups, compute_device)
     else:
         optimizer = _custom(config, groups)
     return optimizer
 
 
-def _muon(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
-    return Muon(
+def _muon(config: OptimConfig, groups: list[dict[str, Any]], compute_device: torch.device | None) -> Optimizer:
+    cls = DionMuon if config.implementation == "dion" else Muon
+    return cls(
         groups,
         momentum=0.95 if config.momentum is None else config.momentum,
         nesterov=config.nesterov,
@@ -70,16 +89,12 @@ def _muon(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
         ns_steps=config.ns_steps,
         betas=config.betas,
         eps=config.eps,
+        compute_device=compute_device,
     )
 
 
 def _custom(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
-    path = config.class_path or ""
-    module_name, _, class_name = path.rpartition(".")
-    try:
-        cls = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"optim.class_path = {path!r} cannot be imported: {error}") from error
+    cls, path = _custom_class(config), config.class_path
     arguments = dict(_argument(text) for text in config.args)
     try:
         optimizer = cls(groups, lr=config.lr, **arguments)
@@ -88,6 +103,15 @@ def _custom(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optim.class_path = {path!r} is no torch.optim.Optimizer")
     return optimizer
+
+
+def _custom_class(config: OptimConfig) -> Any:
+    path = config.class_path or ""
+    module_name, _, class_name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"optim.class_path = {path!r} cannot be imported: {error}") from error
 
 
 def _argument(text: str) -> tuple[str, Any]:
