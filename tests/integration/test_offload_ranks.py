@@ -113,7 +113,9 @@ def save_layout(folder: str, optimizer: str, replicate: int) -> dict[str, tuple[
     return found
 
 
-def load_layout(folder: str, optimizer: str, replicate: int, sharded: bool = True) -> dict[str, tuple[dict, list, dict]]:
+def load_layout(
+    folder: str, optimizer: str, replicate: int, sharded: bool = True
+) -> dict[str, tuple[dict, list, dict]]:
     """Resumes each mode's checkpoint under another mode; returns what was loaded, the groups' lr, and two steps more."""
     found = {}
     for saved, resumed in zip(MODES, MODES[1:] + MODES[:1], strict=True):

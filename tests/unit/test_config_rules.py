@@ -35,6 +35,8 @@ BROKEN = [
     ("--stop-step=101", "stop_step lies behind the end"),
     ("--optim.momentum=0.9", 'belongs to optim.type = "sgd"'),
     ("--optim.type=sgd --optim.betas=0.9,0.99", 'belong to optim.type = "adamw"'),
+    ("--optim.type=sgd --optim.eps=1e-6", 'optim.eps belongs to optim.type = "adamw"'),
+    ("--optim.type=custom --optim.class-path=torch.optim.NAdam --optim.betas=0.8,0.9", "put it in optim.args"),
     ("--optim.implementation=dion", 'optim.implementation belongs to optim.type = "muon"'),
     ("--resume.dir=runs/a/checkpoints/step_00000010 --resume.step=10", "already names one step"),
     ("--resume.dir=runs/a/checkpoints/step_00000010/ --resume.step=10", "already names one step"),

@@ -138,7 +138,10 @@ def test_groups_are_described_for_people():
         "initial_lr": 0.02,
         "weight_decay": 0.1,
     }
-    assert describe_group(group) == "group muon by muon (3 tensors, 0.0 M): peak lr 0.02, weight decay 0.1: layers.*.weight"
+    assert (
+        describe_group(group)
+        == "group muon by muon (3 tensors, 0.0 M): peak lr 0.02, weight decay 0.1: layers.*.weight"
+    )
 
 
 # --- (B) schedules --------------------------------------------------------------------------------------------------

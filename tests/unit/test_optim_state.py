@@ -302,6 +302,9 @@ def test_every_optimizer_continues_bit_for_bit(config, tmp_path):
         ({"class_path": "torch.optim.SGD", "args": ("momentum",)}, "there is no '='"),
         ({"class_path": "torch.optim.SGD", "args": ("momentum=much",)}, "is not JSON"),
         ({"class_path": "torch.optim.SGD", "args": ("nonsense=1",)}, "does not take these arguments"),
+        ({"class_path": "torch.optim.LBFGS", "decay": "all"}, "several times in a step"),
+        ({"class_path": "torch.optim.SparseAdam", "weight_decay": 0.0}, "sparse gradients only"),
+        ({"class_path": "torch.nn.Linear"}, "does not take these arguments"),
     ],
 )
 def test_a_custom_optimizer_that_cannot_be_made_is_a_config_error(entries, message):

@@ -189,6 +189,15 @@ def _optim_rules(c: RunConfig) -> Iterator[_Broken]:
             ("optim.betas", "optim.type"),
             f'optim.betas belong to optim.type = "adamw"; {optim.type} has optim.momentum',
         )
+    if optim.type in ("sgd", "sign_sgd") and optim.eps != defaults.eps:
+        yield _Broken(("optim.eps", "optim.type"), f'optim.eps belongs to optim.type = "adamw"; {optim.type} has none')
+    if optim.type == "custom":
+        for name in ("betas", "eps", "momentum"):
+            if getattr(optim, name) != getattr(defaults, name):
+                yield _Broken(
+                    (f"optim.{name}", "optim.type"),
+                    f"optim.{name} is not given to optim.class_path: put it in optim.args",
+                )
     if optim.type != "muon":
         for name in _MUON_KEYS:
             if getattr(optim, name) != getattr(defaults, name):

@@ -5,13 +5,14 @@ moves Adam's counter. Made here, `state_dict` is complete and the same on all ra
 """
 
 import importlib
+import inspect
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 
 from trainer.config.train import OptimConfig, SchedulerConfig
 from trainer.errors import ConfigError
@@ -102,6 +103,13 @@ def _custom(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
         raise ConfigError(f"optim.class_path = {path!r} does not take these arguments: {error}") from error
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optim.class_path = {path!r} is no torch.optim.Optimizer")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"optim.class_path = {path!r} evaluates the loss several times in a step, which is not supported"
+        )
+    if isinstance(optimizer, SparseAdam):
+        raise ConfigError(f"optim.class_path = {path!r} takes sparse gradients only; there are none here")
     return optimizer
 
 

@@ -227,7 +227,9 @@ def _check(group: dict[str, Any], parameter: Tensor) -> None:
         problem = "is a stack of fused matrices (split_sizes)"
     elif len(sizes) > 1 and group["adjust_lr"] == "spectral_norm":
         tall = {size > parameter.shape[-1] for size in sizes}
-        problem = "fuses wide and tall matrices (split_sizes) under adjust_lr = 'spectral_norm'" if len(tall) > 1 else None
+        problem = (
+            "fuses wide and tall matrices (split_sizes) under adjust_lr = 'spectral_norm'" if len(tall) > 1 else None
+        )
     elif len(sizes) > 1 and _is_cut(parameter):
         layout = layout_of(parameter)
         assert layout is not None

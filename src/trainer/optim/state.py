@@ -58,9 +58,7 @@ class OptimizerState:
                 or entry in self.optimizer.state[parameters[name]]
             ):
                 continue
-            self.optimizer.state[parameters[name]][entry] = _made(
-                parameters[name], group_of[name], entry, dtype, shape
-            )
+            self.optimizer.state[parameters[name]][entry] = _made(parameters[name], group_of[name], entry, dtype, shape)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes a state of the same parameters: tensors are copied in place, group entries written by name."""

@@ -32,6 +32,7 @@ from trainer.models.state import ModelState
 from trainer.models.tokenizer import load_tokenizer
 from trainer.optim.build import build_groups, build_optimizer, build_schedule, check_optimizer
 from trainer.optim.groups import describe_group
+from trainer.optim.offload.base import OffloadOptimizer
 from trainer.optim.offload.build import build_offload
 from trainer.optim.offload.weights import MasterWeights
 from trainer.optim.schedule import ScheduleState
@@ -305,6 +306,9 @@ def _announce(run: Run, plan: ResumePlan, checkpoint: Checkpoint | None) -> None
     ranks = f"{run.world.size} rank{'s' if run.world.size > 1 else ''}"
     place = f"{config.model.dtype} on {ranks} x {devices.describe(run.device)}"
     logger.info(f"{config.model.name}: {parameters / 1e6:.1f} M parameters, {place}")
+    if isinstance(run.optimizer, OffloadOptimizer):
+        host_gib = run.optimizer.host_bytes / 2**30
+        logger.info(f"model.offload = {run.optimizer.mode}: {host_gib:.2f} GiB of host memory on each rank")
     for group in run.optimizer.param_groups:
         logger.info(f"  {describe_group(group)}")
     if checkpoint is None:
