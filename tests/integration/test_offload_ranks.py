@@ -202,8 +202,7 @@ def test_checkpoints_of_two_ranks_resume_in_every_mode(tmp_path):
         assert run.bits() == found[saved], (saved, resumed)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("replicate", [0, 2], ids=["fsdp", "hsdp"])
+@pytest.mark.parametrize(("replicate", "optimizer"), [(0, "muon"), (2, "adamw")], ids=["fsdp", "hsdp"])
 def test_checkpoints_of_two_ranks_resume_on_other_layouts(tmp_path, replicate, optimizer):
     """FSDP and HSDP, from 2 ranks to 1, 2 and 4, each mode's checkpoint under the next mode. What is loaded is equal in
     every bit; so is what follows in the same layout. In others, lr, counters and groups are equal and the rest is as near

@@ -9,7 +9,7 @@ import pytest
 
 from support import runs
 from support.runs import checkpoint, differences, metrics, samples, sft
-from trainer.errors import CheckpointError, CheckpointMismatch, LaunchError, TrainerError
+from trainer.errors import CheckpointError, CheckpointMismatch, LaunchError, ModelError, TrainerError
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_a8_weights_of_a_run_are_a_start_and_no_resume(whole, tmp_path):
     resumed = (tmp_path / "fork" / "logs" / "rank_0.log").read_text()
     assert f"resumed from {checkpoint(whole, 5)}: step 5" in resumed and "fresh start" not in resumed
     assert metrics(tmp_path / "fork")[-1]["lr"] == metrics(whole)[6]["lr"]
-    with pytest.raises(TrainerError, match="model.name"):
+    with pytest.raises(ModelError, match="is a checkpoint.*--resume.dir.*trainer ckpt export"):
         sft(tmp_path / "wrong", "--model.name", checkpoint(whole, 5), "--no-model.random-init")
 
 
@@ -120,7 +120,8 @@ def test_b5_the_horizon_is_counted_in_steps_and_not_in_epochs(tmp_path):
     flags = ("--max-steps", "none", "--epochs", "3", "--scheduler.type", "cosine", "--val.interval", "0")
     sft(tmp_path / "whole", *flags, "--ckpt.interval", "0", "--no-ckpt.export-weights")
     rows = metrics(tmp_path / "whole")
-    assert rows[-1]["epoch"] == 2 and len(rows) == 3 * sum(row["epoch"] == 0 for row in rows)
+    first_epoch = sum(row["epoch"] == 0 for row in rows)
+    assert rows[-1]["epoch"] == 2 and 3 * (first_epoch - 1) < len(rows) <= 3 * first_epoch
     expected = [3e-3 * (1 + math.cos(math.pi * (step - 2) / (len(rows) - 2))) / 2 for step in range(2, len(rows))]
     assert [row["lr"] for row in rows[2:]] == pytest.approx(expected, rel=1e-9)
     middle = len(rows) // 2

@@ -128,7 +128,7 @@ def test_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]):
         "packing",
         "step",
         "muon",
-        "offload",
+        pytest.param("offload", marks=pytest.mark.slow),
         pytest.param("loss", marks=pytest.mark.slow),
         pytest.param("peers", marks=pytest.mark.slow),
     ],
