@@ -4,9 +4,7 @@ torch makes state lazily in the first `step`. A checkpoint then has nothing to f
 moves Adam's counter. Made here, `state_dict` is complete and the same on all ranks before the first update.
 """
 
-import importlib
 import inspect
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 
+from trainer.config.arguments import parse_arguments
 from trainer.config.train import OptimConfig, SchedulerConfig
+from trainer.core.imports import import_object
 from trainer.errors import ConfigError
 from trainer.optim.dion import DionMuon, load_dion
 from trainer.optim.groups import decay_groups, muon_groups
@@ -47,8 +47,8 @@ def check_optimizer(config: OptimConfig) -> None:
         ConfigError: optim.class_path, optim.args or optim.implementation ask for what is not there.
     """
     if config.type == "custom":
-        _custom_class(config)
-        dict(_argument(text) for text in config.args)
+        import_object(config.class_path or "", "optim.class_path")
+        parse_arguments(config.args, "optim.args")
     elif config.implementation == "dion":
         load_dion()
 
@@ -95,8 +95,9 @@ def _muon(config: OptimConfig, groups: list[dict[str, Any]], compute_device: tor
 
 
 def _custom(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
-    cls, path = _custom_class(config), config.class_path
-    arguments = dict(_argument(text) for text in config.args)
+    path = config.class_path or ""
+    cls = import_object(path, "optim.class_path")
+    arguments = parse_arguments(config.args, "optim.args")
     try:
         optimizer = cls(groups, lr=config.lr, **arguments)
     except (TypeError, ValueError) as error:
@@ -111,24 +112,6 @@ def _custom(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
     if isinstance(optimizer, SparseAdam):
         raise ConfigError(f"optim.class_path = {path!r} takes sparse gradients only; there are none here")
     return optimizer
-
-
-def _custom_class(config: OptimConfig) -> Any:
-    path = config.class_path or ""
-    module_name, _, class_name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"optim.class_path = {path!r} cannot be imported: {error}") from error
-
-
-def _argument(text: str) -> tuple[str, Any]:
-    name, separator, value = text.partition("=")
-    try:
-        return name.strip(), json.loads(value)
-    except json.JSONDecodeError as error:
-        problem = f"{value!r} is not JSON ({error})" if separator else "there is no '='"
-        raise ConfigError(f"optim.args: {text!r} is not name=value: {problem}") from error
 
 
 def _make_adamw_state(optimizer: Optimizer) -> None:

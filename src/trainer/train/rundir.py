@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.config.dump import dump_toml
-from trainer.config.run import RunConfig, is_fork
+from trainer.config.rules import is_fork
+from trainer.config.run import RunConfig
 from trainer.core.files import write_atomic
 from trainer.errors import LaunchError
 
