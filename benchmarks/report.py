@@ -259,7 +259,7 @@ def _muon(result: dict[str, Any]) -> str:
         f"One step over {settings['matrices']} matrices of a decoder with {settings['parameters'] / 1e6:.1f} M parameters: "
         "ours, `torch.optim.Muon` and microsoft/dion's\nMuon, run eagerly, in bfloat16 with five iterations each; *products* "
         "multiplies square matrices and nothing else. Bounds with\nall threads: 0.62 of torch's time, 0.8 of dion's."
-        f"{dion} Ours multiplies at this share of the rate of the products alone:\n{', '.join(shares)}.\n\n"
+        f"{dion}\nOurs multiplies at this share of the rate of the products alone: {', '.join(shares)}.\n\n"
         + table(("", "threads", "seconds", "our time / its"), rows)
         + f"\n{bounds(result)}\n{provenance(result)}"
     )

@@ -96,6 +96,18 @@ def test_a9_one_rule_in_every_mode(mode, flags, lr, decay, ten_to_the_minus_2, t
         assert f"optim.weight_decay: checkpoint 0.01, config 0.1 -> {winner[decay == 0.01]}" in told
 
 
+def test_what_decays_can_be_overridden(ten_to_the_minus_2, tmp_path):
+    """The new rule moves parameters, so it needs regroup; each brings its entries, but for the decay."""
+    flags = ("--optim.decay", "all", "--resume.override", "optim.decay", "--scheduler.type", "constant")
+    with pytest.raises(CheckpointMismatch, match="--resume.regroup"):
+        with resumed(ten_to_the_minus_2, tmp_path / "a", *flags):
+            pass
+    with resumed(ten_to_the_minus_2, tmp_path / "b", *flags, "--resume.regroup") as run:
+        groups = [(group["name"], group["lr"], group["weight_decay"]) for group in run.optimizer.param_groups]
+        assert groups == [("decay", 1e-2, 0.01)]
+        assert counters(run) == {2.0}
+
+
 @pytest.fixture(scope="module")
 def ten_to_the_minus_2(tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("lr") / "run"
