@@ -77,13 +77,14 @@ def test_on_two_ranks(optimizer, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     "case",
     [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())],
     ids=lambda case: "-".join(map(str, case.values())),
 )
-def test_full_product(case, tmp_path):
-    _compare(case, tmp_path, world_size=1)
+def test_full_product(case, world_size, tmp_path):
+    _compare(case, tmp_path, world_size)
 
 
 def _compare(case: dict, tmp_path: Path, world_size: int) -> None:

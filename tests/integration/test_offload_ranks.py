@@ -100,6 +100,41 @@ def load_everywhere(folder: str) -> dict[str, dict]:
     return {mode: load(make(mode, "adamw", seed=9, accumulate=2, max_norm=0.5), Path(folder)).bits() for mode in MODES}
 
 
+def save_layout(folder: str, optimizer: str, replicate: int) -> dict[str, tuple[dict, dict]]:
+    """Saves at step 3 under every mode; returns what was saved, and what two more steps made of it."""
+    found = {}
+    for mode in MODES:
+        run = make(mode, optimizer, replicate=replicate, accumulate=3, max_norm=0.5)
+        run.train(3)
+        manager(run, Path(folder) / mode).save(run.step)
+        saved = run.bits()
+        run.train(2)
+        found[mode] = saved, numbers(run)
+    return found
+
+
+def load_layout(
+    folder: str, optimizer: str, replicate: int, sharded: bool = True
+) -> dict[str, tuple[dict, list, dict]]:
+    """Resumes each mode's checkpoint under another mode; returns what was loaded, the groups' lr, and two steps more."""
+    found = {}
+    for saved, resumed in zip(MODES, MODES[1:] + MODES[:1], strict=True):
+        run = make(resumed, optimizer, sharded=sharded, replicate=replicate, seed=9, accumulate=3, max_norm=0.5)
+        load(run, Path(folder) / saved)
+        bits, lrs = run.bits(), [group["lr"] for group in run.optimizer.param_groups]
+        run.train(2)
+        found[saved] = bits, lrs, numbers(run)
+    return found
+
+
+def numbers(run: Run) -> dict[str, Any]:
+    """Every tensor of a checkpoint, whole, in float64; and its other leaves."""
+    state = run.app.state_dict()
+    state.pop("json")
+    whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.items()}
+    return {name: tensor.detach().double() for name, tensor in whole.items()} | {"leaves": run.app.leaves()}
+
+
 def load_whole_weights() -> None:
     """A weights-only load from tensors that every rank has whole."""
     source = Run("none", seed=3)
@@ -165,6 +200,26 @@ def test_checkpoints_of_two_ranks_resume_in_every_mode(tmp_path):
     for saved, resumed in itertools.product(MODES, MODES):  # and in one process, where the parameters are plain
         run = load(make(resumed, "adamw", sharded=False, seed=9, accumulate=2, max_norm=0.5), tmp_path / saved)
         assert run.bits() == found[saved], (saved, resumed)
+
+
+@pytest.mark.parametrize(("replicate", "optimizer"), [(0, "muon"), (2, "adamw")], ids=["fsdp", "hsdp"])
+def test_checkpoints_of_two_ranks_resume_on_other_layouts(tmp_path, replicate, optimizer):
+    """FSDP and HSDP, from 2 ranks to 1, 2 and 4, each mode's checkpoint under the next mode. What is loaded is equal in
+    every bit; so is what follows in the same layout. In others, lr, counters and groups are equal and the rest is as near
+    as sums in another order are."""
+    wanted = run_on_ranks(save_layout, 2, str(tmp_path), optimizer, replicate)[0]
+    found = {(1, 0): load_layout(str(tmp_path), optimizer, 0, False)}
+    for ranks, replicas in ((2, 0), (2, 2), (4, 0), (4, 2)):
+        found[ranks, replicas] = run_on_ranks(load_layout, ranks, str(tmp_path), optimizer, replicas)[0]
+    for layout, modes in found.items():
+        for mode, (bits, lrs, after) in modes.items():
+            saved, expected = wanted[mode]
+            assert bits == saved, (layout, mode)
+            assert lrs == [peak * SCHEDULE.factor(3) for peak in ({"adamw": 0.01, "muon": 0.02}[optimizer],) * 2]
+            assert after.pop("leaves") == expected["leaves"], (layout, mode)
+            bound = 0.0 if layout == (2, replicate) else 1e-5
+            for name, tensor in after.items():
+                assert (tensor - expected[name]).abs().max().item() <= bound, (layout, mode, name)
 
 
 @pytest.mark.parametrize("saved", MODES)

@@ -9,7 +9,7 @@ import pytest
 
 from support import runs
 from support.runs import checkpoint, differences, metrics, samples, sft
-from trainer.errors import CheckpointError, CheckpointMismatch, LaunchError, TrainerError
+from trainer.errors import CheckpointError, CheckpointMismatch, LaunchError, ModelError, TrainerError
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +98,52 @@ def test_extending_max_steps_never_makes_the_lr_climb(tmp_path):
     sft(run_dir, "--resume", "--scheduler.type", "cosine", "--scheduler.min-lr", "1e-4", "--max-steps", "13")
     rows = {row["step"]: row["lr"] for row in metrics(run_dir) if row["step"]}
     assert [rows[step] for step in (11, 12, 13)] == pytest.approx([1e-4] * 3)
+
+
+def test_a8_weights_of_a_run_are_a_start_and_no_resume(whole, tmp_path):
+    """Told apart in the first lines; a start from weights warms up from step 0."""
+    sft(tmp_path / "new", "--model.name", whole / "weights", "--no-model.random-init", "--stop-step", "1")
+    started = (tmp_path / "new" / "logs" / "rank_0.log").read_text()
+    assert f"fresh start: weights of {whole / 'weights'}, step 0, new optimizer, data from its beginning" in started
+    assert "resumed from" not in started
+    assert metrics(tmp_path / "new")[-1]["lr"] == pytest.approx(3e-3 * 1e-8)
+    sft(tmp_path / "fork", "--resume.dir", checkpoint(whole, 5), "--stop-step", "6")
+    resumed = (tmp_path / "fork" / "logs" / "rank_0.log").read_text()
+    assert f"resumed from {checkpoint(whole, 5)}: step 5" in resumed and "fresh start" not in resumed
+    assert metrics(tmp_path / "fork")[-1]["lr"] == metrics(whole)[6]["lr"]
+    with pytest.raises(ModelError, match="is a checkpoint.*--resume.dir.*trainer ckpt export"):
+        sft(tmp_path / "wrong", "--model.name", checkpoint(whole, 5), "--no-model.random-init")
+
+
+def test_b5_the_horizon_is_counted_in_steps_and_not_in_epochs(tmp_path):
+    """One fall over all steps of three epochs; a resume in the second goes on from where the lr was."""
+    flags = ("--max-steps", "none", "--epochs", "3", "--scheduler.type", "cosine", "--val.interval", "0")
+    sft(tmp_path / "whole", *flags, "--ckpt.interval", "0", "--no-ckpt.export-weights")
+    rows = metrics(tmp_path / "whole")
+    first_epoch = sum(row["epoch"] == 0 for row in rows)
+    assert rows[-1]["epoch"] == 2 and 3 * (first_epoch - 1) < len(rows) <= 3 * first_epoch
+    expected = [3e-3 * (1 + math.cos(math.pi * (step - 2) / (len(rows) - 2))) / 2 for step in range(2, len(rows))]
+    assert [row["lr"] for row in rows[2:]] == pytest.approx(expected, rel=1e-9)
+    middle = len(rows) // 2
+    sft(tmp_path / "half", *flags, "--stop-step", middle, "--no-ckpt.export-weights")
+    sft(tmp_path / "half", *flags, "--resume", "--no-ckpt.export-weights")
+    assert metrics(tmp_path / "half") == rows
+
+
+def test_g4_who_is_in_which_group_is_told(tmp_path):
+    sft(tmp_path / "run", "--optim.type", "muon", "--optim.adamw-lr", "1e-4", "--stop-step", "1", "--val.interval", "0")
+    told = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    lines = {
+        name: line
+        for line in told.splitlines()
+        for name in ("muon", "adamw_decay", "adamw")
+        if f"group {name} " in line
+    }
+    muon, head, rest = lines["muon"], lines.get("adamw_decay", ""), lines["adamw"]
+    assert "layers.*" in muon and "by muon" in muon and "peak lr 0.003" in muon and "embed" not in muon
+    assert "lm_head" in head or "embed" in rest
+    assert "embed" in rest and "norm" in rest and "peak lr 0.0001, weight decay 0" in rest
+    assert metrics(tmp_path / "run")[-1]["lr_adamw"] == pytest.approx(1e-4 * 1e-8)
 
 
 def test_resuming_a_finished_run_trains_nothing(whole, tmp_path):

@@ -69,6 +69,53 @@ def test_a10_skip_optimizer(mode, half, tmp_path):
         assert all(torch.equal(p, weights[name]) for name, p in run.model.named_parameters())
 
 
+@pytest.mark.parametrize("mode", ["none", "optimizer", "full"])
+@pytest.mark.parametrize(
+    ("flags", "lr", "decay"),
+    [
+        ((), 1e-2, 0.01),
+        (("--ckpt.skip-scheduler",), 1e-2, 0.01),
+        (("--ckpt.skip-optimizer",), 1e-3, 0.1),
+        (("--resume.override", "optim.lr,optim.weight_decay"), 1e-3, 0.1),
+        (("--resume.override", "optim.lr"), 1e-3, 0.01),
+    ],
+    ids=["plain", "skip scheduler", "skip optimizer", "override both", "override lr"],
+)
+def test_a9_one_rule_in_every_mode(mode, flags, lr, decay, ten_to_the_minus_2, tmp_path):
+    """The checkpoint's lr and decay win over the config's, which is told; the config's win where a flag says so."""
+    constant = ("--scheduler.type", "constant", "--scheduler.warmup-steps", "0")
+    other = ("--model.offload", mode, "--optim.lr", "1e-3", "--optim.weight-decay", "0.1", "--val.interval", "0")
+    with resumed(ten_to_the_minus_2, tmp_path / "run", *constant, *other, *flags) as run:
+        decays = {group["name"]: group["weight_decay"] for group in run.optimizer.param_groups}
+        assert {group["lr"] for group in run.optimizer.param_groups} == {lr}
+        assert {group["initial_lr"] for group in run.optimizer.param_groups} == {lr}
+        assert decays == {"decay": decay, "no_decay": 0.0}
+        winner = {True: "checkpoint", False: "config"}
+        told = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+        assert f"optim.lr: checkpoint 0.01, config 0.001 -> {winner[lr == 1e-2]}" in told
+        assert f"optim.weight_decay: checkpoint 0.01, config 0.1 -> {winner[decay == 0.01]}" in told
+
+
+def test_what_decays_can_be_overridden(ten_to_the_minus_2, tmp_path):
+    """The new rule moves parameters, so it needs regroup; each brings its entries, but for the decay."""
+    flags = ("--optim.decay", "all", "--resume.override", "optim.decay", "--scheduler.type", "constant")
+    with pytest.raises(CheckpointMismatch, match="--resume.regroup"):
+        with resumed(ten_to_the_minus_2, tmp_path / "a", *flags):
+            pass
+    with resumed(ten_to_the_minus_2, tmp_path / "b", *flags, "--resume.regroup") as run:
+        groups = [(group["name"], group["lr"], group["weight_decay"]) for group in run.optimizer.param_groups]
+        assert groups == [("decay", 1e-2, 0.01)]
+        assert counters(run) == {2.0}
+
+
+@pytest.fixture(scope="module")
+def ten_to_the_minus_2(tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("lr") / "run"
+    constant = ("--scheduler.type", "constant", "--scheduler.warmup-steps", "0")
+    sft(run_dir, *constant, "--optim.lr", "1e-2", "--stop-step", "2", "--val.interval", "0")
+    return run_dir
+
+
 def test_skip_optimizer_lets_the_optimizer_change(half, tmp_path):
     with pytest.raises(CheckpointMismatch, match=r"optim\.type.*--ckpt\.skip-optimizer"):
         sft(tmp_path / "refused", "--resume.dir", half, "--optim.type", "sgd")

@@ -108,15 +108,22 @@ def group_step(groups: list[dict[str, Any]], lazy: bool = False) -> Optimizer:
     return optimizer
 
 
-def muon(groups: list[dict[str, Any]]) -> Optimizer:
+def muon(groups: list[dict[str, Any]], cls: type[Optimizer] | None = None) -> Optimizer:
     """Muon for the matrices, its AdamW half for the rest."""
     from trainer.optim.muon import Muon
 
     split = [{**group, "algorithm": "muon" if group["name"] == "decay" else "adamw"} for group in groups]
-    optimizer = Muon(split, lr=0.02, weight_decay=0.1)
+    optimizer = (cls or Muon)(split, lr=0.02, weight_decay=0.1)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer
+
+
+def dion(groups: list[dict[str, Any]]) -> Optimizer:
+    """The same through microsoft/dion, where it is installed."""
+    from trainer.optim.dion import DionMuon
+
+    return muon(groups, DionMuon)
 
 
 FACTORIES: dict[str, Callable[[list[dict[str, Any]]], Optimizer]] = {
@@ -150,7 +157,7 @@ class Run:
     def __init__(
         self,
         mode: str,
-        optimizer: str = "adamw",
+        optimizer: str | Callable[[list[dict[str, Any]]], Optimizer] = "adamw",
         *,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
@@ -176,7 +183,7 @@ class Run:
         self.accumulate, self.max_norm = accumulate, max_norm
         self.built: Offloaded = build_offload(
             mode,  # type: ignore[arg-type]
-            FACTORIES[optimizer],
+            FACTORIES[optimizer] if isinstance(optimizer, str) else optimizer,
             groups_of(self.model),
             self.model,
             ModelState(self.model),

@@ -104,6 +104,10 @@ def test_page_lists_what_is_missed(tmp_path: Path):
     assert "- speed of light: 2, bound ≥ 3" in report.render(tmp_path)
 
 
+def test_every_benchmark_has_its_part_of_the_page():
+    assert set(NAMES) == set(report.SECTIONS)
+
+
 def test_cases_are_valid_configs():
     from trainer.config.run import SFTConfig
 
@@ -114,7 +118,7 @@ def test_cases_are_valid_configs():
 def test_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main(["stepp"])
-    assert "startup, packing, loss, rollout, step, peers" in capsys.readouterr().err
+    assert ", ".join(NAMES) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -123,6 +127,8 @@ def test_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]):
         "startup",
         "packing",
         "step",
+        "muon",
+        pytest.param("offload", marks=pytest.mark.slow),
         pytest.param("rollout", marks=pytest.mark.slow),
         pytest.param("loss", marks=pytest.mark.slow),
         pytest.param("peers", marks=pytest.mark.slow),
@@ -137,3 +143,5 @@ def test_smoke(name: str):
     written = json.loads((ROOT / ".cache" / "bench" / "smoke" / f"{name}.json").read_text())
     assert written["cases"] and written["targets"]
     assert all(target["value"] > 0 for target in written["targets"])
+    page = report.SECTIONS[name](written)
+    assert page.startswith("## ") and all(str(case["case"]) in page for case in written["cases"])

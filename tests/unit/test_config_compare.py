@@ -59,3 +59,10 @@ def test_added_sources_are_seen():
 
 def test_equal_configs_have_no_differences():
     assert differences(config(), config("--resume")) == []
+
+
+def test_who_steps_muon_is_the_new_configs_choice():
+    """Both implementations have the same groups and state."""
+    saved = config("--optim.type=muon")
+    current = config("--optim.type=muon", "--optim.implementation=dion", "--resume")
+    assert winners(saved, current) == {"optim.implementation": "config"}

@@ -1,6 +1,8 @@
 """Param groups and optimizer state: who is in which group, what is saved, and how it comes back."""
 
 import copy
+import sys
+import types
 
 import pytest
 import torch
@@ -9,8 +11,8 @@ from torch import nn
 from trainer.config.train import OptimConfig
 from trainer.errors import CheckpointMismatch, ConfigError, TrainingError
 from trainer.models.roles import parameter_roles
-from trainer.optim.build import build_groups, build_optimizer
-from trainer.optim.groups import decay_groups
+from trainer.optim.build import build_groups, build_optimizer, check_optimizer
+from trainer.optim.groups import decay_groups, muon_groups
 from trainer.optim.sign_sgd import SignSGD
 from trainer.optim.state import OptimizerState
 
@@ -221,6 +223,32 @@ def test_muon_groups_are_told_by_module_types():
     }
 
 
+MIXTURE = {"experts.up": "experts", "experts.down": "experts", "gate.weight": "router", "gate.bias": "vector"}
+
+
+@pytest.mark.parametrize("decay", ["matrices", "weights", "all"])
+def test_a_mixture_of_experts_has_groups_of_its_own(decay):
+    """Experts and routers decay like other matrices; under Muon experts are its own, a router is AdamW's."""
+    model = Tiny()
+    shapes = {"experts.up": (4, 6, 8), "experts.down": (4, 8, 6), "gate.weight": (4, 8), "gate.bias": (4,)}
+    named = [*model.named_parameters(), *((name, nn.Parameter(torch.zeros(shapes[name]))) for name in MIXTURE)]
+    roles = parameter_roles(model, head=model.output) | MIXTURE
+
+    plain = {g["name"]: g for g in decay_groups(named, roles, weight_decay=0.1, decay=decay)}
+    assert {"experts.up", "experts.down", "gate.weight", "hidden.weight"} <= set(plain["decay"]["param_names"])
+    groups = muon_groups(named, roles, lr=0.02, adamw_lr=3e-4, weight_decay=0.1, decay=decay)
+    found = {g["name"]: (g["algorithm"], g["lr"], g["initial_lr"], g["weight_decay"], g["param_names"]) for g in groups}
+    assert found["muon"] == ("muon", 0.02, 0.02, 0.1, ["hidden.weight"])
+    assert found["experts"] == ("muon", 0.02, 0.02, 0.1, ["experts.up", "experts.down"])
+    assert found["router"] == ("adamw", 3e-4, 3e-4, 0.1, ["gate.weight"])
+    assert ("gate.bias" in found["adamw_decay"][-1]) == (decay == "all")
+    optimizer = build_optimizer(OptimConfig(type="muon"), groups)
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [1] * len(groups)
+
+
 def test_sign_sgd_by_hand():
     weight = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
     plain = SignSGD([weight], lr=0.1, weight_decay=0.5)
@@ -274,8 +302,34 @@ def test_every_optimizer_continues_bit_for_bit(config, tmp_path):
         ({"class_path": "torch.optim.SGD", "args": ("momentum",)}, "there is no '='"),
         ({"class_path": "torch.optim.SGD", "args": ("momentum=much",)}, "is not JSON"),
         ({"class_path": "torch.optim.SGD", "args": ("nonsense=1",)}, "does not take these arguments"),
+        ({"class_path": "torch.optim.LBFGS", "decay": "all"}, "several times in a step"),
+        ({"class_path": "torch.optim.SparseAdam", "weight_decay": 0.0}, "sparse gradients only"),
+        ({"class_path": "torch.nn.Linear"}, "does not take these arguments"),
     ],
 )
 def test_a_custom_optimizer_that_cannot_be_made_is_a_config_error(entries, message):
     with pytest.raises(ConfigError, match=message):
         make(OptimConfig(type="custom", **entries))
+
+
+DION = OptimConfig(type="muon", implementation="dion")
+
+
+@pytest.mark.parametrize("check", [check_optimizer, lambda config: make(config)])
+def test_dion_that_is_not_there_is_a_config_error_that_says_how_to_get_it(check, monkeypatch):
+    monkeypatch.setitem(sys.modules, "dion", None)
+    with pytest.raises(ConfigError, match=r"(?s)cannot be imported.*uv sync --extra dion.*implementation = \"own\""):
+        check(DION)
+    another = types.ModuleType("dion")
+    another.__file__ = "/somewhere/dion/__init__.py"
+    monkeypatch.setitem(sys.modules, "dion", another)
+    with pytest.raises(ConfigError, match=r"/somewhere/dion/__init__.py has no Muon"):
+        check(DION)
+    check(OptimConfig(type="muon"))
+
+
+def test_an_optimizer_that_cannot_be_had_is_found_out_before_anything_is_built():
+    with pytest.raises(ConfigError, match="NoSuch"):
+        check_optimizer(OptimConfig(type="custom", class_path="torch.optim.NoSuch"))
+    with pytest.raises(ConfigError, match="not JSON"):
+        check_optimizer(OptimConfig(type="custom", class_path="torch.optim.SGD", args=("momentum=much",)))

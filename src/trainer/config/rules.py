@@ -146,7 +146,7 @@ def _schedule_rules(c: "RunConfig", max_steps: int | None) -> Iterator[Broken]:
         )
 
 
-_MUON_KEYS = ("adamw_lr", "nesterov", "adjust_lr", "ns_coefficients", "ns_steps")
+_MUON_KEYS = ("adamw_lr", "nesterov", "adjust_lr", "ns_coefficients", "ns_steps", "implementation")
 
 
 def _optim_rules(c: "RunConfig") -> Iterator[Broken]:
@@ -160,6 +160,15 @@ def _optim_rules(c: "RunConfig") -> Iterator[Broken]:
             ("optim.betas", "optim.type"),
             f'optim.betas belong to optim.type = "adamw"; {optim.type} has optim.momentum',
         )
+    if optim.type in ("sgd", "sign_sgd") and optim.eps != defaults.eps:
+        yield Broken(("optim.eps", "optim.type"), f'optim.eps belongs to optim.type = "adamw"; {optim.type} has none')
+    if optim.type == "custom":
+        for name in ("betas", "eps", "momentum"):
+            if getattr(optim, name) != getattr(defaults, name):
+                yield Broken(
+                    (f"optim.{name}", "optim.type"),
+                    f"optim.{name} is not given to optim.class_path: put it in optim.args",
+                )
     if optim.type != "muon":
         for name in _MUON_KEYS:
             if getattr(optim, name) != getattr(defaults, name):

@@ -37,6 +37,8 @@ class OptimConfig(Section):
     """Muon: coefficients of the orthogonalisation."""
     ns_steps: PositiveInt = 5
     """Muon: iterations of the orthogonalisation; 5 bring the singular values near enough to 1."""
+    implementation: Literal["own", "dion"] = "own"
+    """Muon: ours, or microsoft/dion's where it is installed; groups and checkpoints are the same."""
     class_path: str | None = None
     """type = "custom": import path of a torch Optimizer, such as "torch.optim.Adafactor"; called with the groups and `lr`."""
     args: tuple[str, ...] = ()

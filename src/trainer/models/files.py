@@ -23,11 +23,16 @@ def resolve_model_dir(name: str) -> Path:
     """Returns the local directory of `model.name`; a hub name is downloaded (by rank 0) into the Hugging Face cache.
 
     Raises:
-        ModelError: there is no such directory and the hub does not have it or cannot be reached.
+        ModelError: there is no such directory and the hub does not have it or cannot be reached; or it is a checkpoint.
     """
     if not name:
         raise ModelError("model.name is not set; give a Hugging Face model directory or hub name")
     path = Path(name).expanduser()
+    if (path / "manifest.json").exists() and not (path / "config.json").exists():
+        raise ModelError(
+            f"{path} is a checkpoint of a run and no model directory. To go on with that run: --resume.dir {path}; to start "
+            f"a new one from its weights: trainer ckpt export {path} OUT, then model.name = OUT"
+        )
     if path.is_dir():
         return path
     # A hub name is "name" or "owner/name"; anything else can only be a path.

@@ -5,7 +5,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-Role = Literal["matrix", "embedding", "head", "vector"]
+Role = Literal["matrix", "embedding", "head", "vector", "experts", "router"]
+"""The last two are the weights of a mixture of experts, one stack of matrices per projection, and what chooses among
+them; `parameter_roles` does not tell them yet."""
 
 
 def parameter_roles(model: nn.Module, head: nn.Module | None = None) -> dict[str, Role]:

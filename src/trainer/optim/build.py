@@ -4,17 +4,19 @@ torch makes state lazily in the first `step`. A checkpoint then has nothing to f
 moves Adam's counter. Made here, `state_dict` is complete and the same on all ranks before the first update.
 """
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 
 from trainer.config.arguments import parse_arguments
 from trainer.config.train import OptimConfig, SchedulerConfig
 from trainer.core.imports import import_object
 from trainer.errors import ConfigError
+from trainer.optim.dion import DionMuon, load_dion
 from trainer.optim.groups import decay_groups, muon_groups
 from trainer.optim.muon import Muon
 from trainer.optim.schedule import Schedule
@@ -38,8 +40,25 @@ def build_groups(
     return [group | {"lr": config.lr, "initial_lr": config.lr} for group in groups]
 
 
-def build_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
+def check_optimizer(config: OptimConfig) -> None:
+    """Finds out, before a model is loaded, whether the optimizer can be had at all.
+
+    Raises:
+        ConfigError: optim.class_path, optim.args or optim.implementation ask for what is not there.
+    """
+    if config.type == "custom":
+        import_object(config.class_path or "", "optim.class_path")
+        parse_arguments(config.args, "optim.args")
+    elif config.implementation == "dion":
+        load_dion()
+
+
+def build_optimizer(
+    config: OptimConfig, groups: list[dict[str, Any]], *, compute_device: torch.device | None = None
+) -> Optimizer:
     """Returns the optimizer over `groups` (see `build_groups`).
+
+    compute_device: where Muon orthogonalises, if not where the tensors of `groups` are.
 
     Raises:
         ConfigError: optim.class_path or optim.args name nothing that can be called.
@@ -54,14 +73,15 @@ def build_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimi
     elif config.type == "sign_sgd":
         optimizer = SignSGD(groups, momentum=momentum)
     elif config.type == "muon":
-        optimizer = _muon(config, groups)
+        optimizer = _muon(config, groups, compute_device)
     else:
         optimizer = _custom(config, groups)
     return optimizer
 
 
-def _muon(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
-    return Muon(
+def _muon(config: OptimConfig, groups: list[dict[str, Any]], compute_device: torch.device | None) -> Optimizer:
+    cls = DionMuon if config.implementation == "dion" else Muon
+    return cls(
         groups,
         momentum=0.95 if config.momentum is None else config.momentum,
         nesterov=config.nesterov,
@@ -70,6 +90,7 @@ def _muon(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
         ns_steps=config.ns_steps,
         betas=config.betas,
         eps=config.eps,
+        compute_device=compute_device,
     )
 
 
@@ -83,6 +104,13 @@ def _custom(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
         raise ConfigError(f"optim.class_path = {path!r} does not take these arguments: {error}") from error
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optim.class_path = {path!r} is no torch.optim.Optimizer")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"optim.class_path = {path!r} evaluates the loss several times in a step, which is not supported"
+        )
+    if isinstance(optimizer, SparseAdam):
+        raise ConfigError(f"optim.class_path = {path!r} takes sparse gradients only; there are none here")
     return optimizer
 
 

@@ -4,6 +4,7 @@ Groups are matched by the names of their parameters, never by position: a model 
 more group, must not hand one group's learning rate to another.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,12 +17,12 @@ RUN_LOCAL = frozenset(
     {"params", "fused", "foreach", "capturable", "differentiable", "distributed_mesh_name", "param_names"}
 )
 IDENTITY = frozenset({"name"})
-
+_SHOWN = 12  # names of parameters in a line
 
 DECAYED: dict[str, frozenset[str]] = {
-    "matrices": frozenset({"matrix", "head"}),
-    "weights": frozenset({"matrix", "head", "embedding"}),
-    "all": frozenset({"matrix", "head", "embedding", "vector"}),
+    "matrices": frozenset({"matrix", "experts", "router", "head"}),
+    "weights": frozenset({"matrix", "experts", "router", "head", "embedding"}),
+    "all": frozenset({"matrix", "experts", "router", "head", "embedding", "vector"}),
 }
 """optim.decay -> the roles of the parameters that decay."""
 
@@ -44,15 +45,22 @@ def muon_groups(
     weight_decay: float,
     decay: str = "matrices",
 ) -> list[dict[str, Any]]:
-    """Returns the groups "muon" (hidden matrices), "adamw_decay" and "adamw" (the head, embeddings, norms, biases)."""
+    """Returns the groups of Muon that have members: "muon" (hidden matrices), "experts" (stacks of them), "router",
+    "adamw_decay" and "adamw" (the head, embeddings, norms, biases).
+
+    A router picks among the experts by its rows, whose lengths matter, so it is AdamW's, in a group of its own.
+    """
+    muon = {"algorithm": "muon", "lr": lr, "initial_lr": lr, "weight_decay": weight_decay}
     adamw = {"algorithm": "adamw", "lr": adamw_lr, "initial_lr": adamw_lr}
     entries = {
-        "muon": {"algorithm": "muon", "lr": lr, "initial_lr": lr, "weight_decay": weight_decay},
+        "muon": muon,
+        "experts": muon,
+        "router": adamw | {"weight_decay": weight_decay},
         "adamw_decay": adamw | {"weight_decay": weight_decay},
         "adamw": adamw | {"weight_decay": 0.0},
     }
     policy = {role: "adamw_decay" if role in DECAYED[decay] else "adamw" for role in DECAYED["all"]}
-    return assign(parameters, roles, policy | {"matrix": "muon"}, entries)
+    return assign(parameters, roles, policy | {"matrix": "muon", "experts": "experts", "router": "router"}, entries)
 
 
 def assign(
@@ -85,31 +93,59 @@ def assign(
     return [group for group in groups.values() if group["params"]]
 
 
+def describe_group(group: Mapping[str, Any]) -> str:
+    """Returns a line for people: name, size, lr, decay, and who is in it, layers drawn together."""
+    names = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in group["param_names"]))
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    count = sum(parameter.numel() for parameter in group["params"])
+    size = f"{len(group['params'])} tensors, {count / 1e6:.1f} M"
+    algorithm = f" by {group['algorithm']}" if "algorithm" in group else ""
+    decay = f", weight decay {group['weight_decay']:g}" if "weight_decay" in group else ""
+    return f"group {group['name']}{algorithm} ({size}): peak lr {group['initial_lr']:g}{decay}: {shown}"
+
+
 def restored_entries(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of a live group that belong into a checkpoint, by name; tuples as lists, as JSON has them."""
+    """Returns the entries of a live group that belong into a checkpoint, by name, as JSON has them: tuples as lists,
+    0-dim tensors (a capturable optimizer's lr) as numbers."""
     kept = {key: value for key, value in group.items() if key not in RUN_LOCAL | IDENTITY}
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
+    return {key: _as_json(value) for key, value in kept.items()}
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.ndim == 0:
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
 
 
 def match_groups(
     live: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Returns each live group with the saved group of the same parameters.
+    """Returns each live group with the saved group of the same parameters; empty ones by name, where both sides have it.
 
     Raises:
         CheckpointMismatch: memberships differ; names the parameters that were added, are gone or moved.
     """
-    by_members = {frozenset(group["param_names"]): group for group in saved}
-    pairs, unmatched = [], []
-    for group in live:
+    by_members = {frozenset(group["param_names"]): group for group in saved if group["param_names"]}
+    pairs, unmatched = _empty_pairs(live, saved), []
+    found = 0
+    for group in (group for group in live if group["param_names"]):
         partner = by_members.get(frozenset(group["param_names"]))
         if partner is None:
             unmatched.append(group)
         else:
             pairs.append((group, partner))
-    if unmatched or len(pairs) != len(saved):
+            found += 1
+    if unmatched or found != len(by_members):
         raise CheckpointMismatch(_membership_message(live, saved))
     return pairs
+
+
+def _empty_pairs(
+    live: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    by_name = {group["name"]: group for group in saved if not group["param_names"]}
+    empty = [group for group in live if not group["param_names"]]
+    return [(group, by_name[group["name"]]) for group in empty if group["name"] in by_name]
 
 
 def regroup(
@@ -121,8 +157,8 @@ def regroup(
         CheckpointMismatch: a parameter was in no saved group, or one live group would need two values of an entry.
     """
     home = {name: group for group in saved for name in group["param_names"]}
-    pairs = []
-    for group in live:
+    pairs = _empty_pairs(live, saved)
+    for group in (group for group in live if group["param_names"]):
         new = [name for name in group["param_names"] if name not in home]
         if new:
             raise CheckpointMismatch(f"group {group['name']!r}: the checkpoint has no entries for {new[:10]}")
@@ -134,7 +170,7 @@ def regroup(
 
 def _merged(live: dict[str, Any], sources: Sequence[dict[str, Any]], keep: frozenset[str]) -> dict[str, Any]:
     entries: dict[str, Any] = {}
-    for key in restored_entries(live):
+    for key in dict.fromkeys(key for source in sources for key in source["entries"]):
         values = [source["entries"][key] for source in sources if key in source["entries"]]
         if key not in keep and any(value != values[0] for value in values):
             told = ", ".join(f"{source['name']!r}: {source['entries'].get(key)!r}" for source in sources)
@@ -164,6 +200,8 @@ def _membership_message(live: Sequence[dict[str, Any]], saved: Sequence[dict[str
 def write_entries(live: dict[str, Any], saved: dict[str, Any], *, keep: frozenset[str] = frozenset()) -> list[str]:
     """Writes saved entries into the live group dict, in place, so that whoever holds the dict sees them.
 
+    Entries that the live group lacks are taken over too: some optimizers make theirs in the first step.
+
     Args:
         keep: entries whose live value wins (from resume.override).
 
@@ -171,7 +209,12 @@ def write_entries(live: dict[str, Any], saved: dict[str, Any], *, keep: frozense
         The live entries that the checkpoint lacks; they keep their live value.
     """
     wanted = restored_entries(live)
-    for key in wanted:
-        if key in saved and key not in keep:
-            live[key] = tuple(saved[key]) if isinstance(live[key], tuple) else saved[key]
+    for key, value in saved.items():
+        held = live.get(key)
+        if key in keep or key in RUN_LOCAL | IDENTITY:
+            continue
+        if isinstance(held, Tensor) and not isinstance(value, Tensor):
+            held.fill_(value)
+        else:
+            live[key] = tuple(value) if isinstance(held, tuple) else value
     return [key for key in wanted if key not in saved]

@@ -133,28 +133,33 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        active = _with_gradient(parameters)
-        groups: dict[Tensor, dict[str, Any]] = {}
+        active = _with_gradient([parameter for group in self.param_groups for parameter in group["params"]])
+        members = []
         for group in self.param_groups:
             group["step"] += 1
-            members = [parameter for parameter in group["params"] if parameter in active]
-            groups |= dict.fromkeys(members, group)
-            if group["algorithm"] == "adamw" and members:
-                self._step_adamw(group, members)
+            members.append((group, [parameter for parameter in group["params"] if parameter in active]))
+        self._update(members)
+        return loss
+
+    def _update(self, members: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
+        """Updates the parameters that are given for each group, whose "step" counts this update already."""
+        groups: dict[Tensor, dict[str, Any]] = {}
+        for group, parameters in members:
+            groups |= dict.fromkeys(parameters, group)
+            if group["algorithm"] == "adamw" and parameters:
+                self._step_adamw(group, parameters)
         sharded: dict[Layout, list[list[Tensor]]] = {}
         for unit in self._units:
-            members = [parameter for parameter in unit if parameter in groups]
-            if not members or groups[members[0]]["algorithm"] != "muon":
+            parameters = [parameter for parameter in unit if parameter in groups]
+            if not parameters or groups[parameters[0]]["algorithm"] != "muon":
                 continue
-            layout = layout_of(members[0])
+            layout = layout_of(parameters[0])
             if layout is None:
-                self._step_whole(groups[members[0]], members)
+                self._step_whole(groups[parameters[0]], parameters)
             else:
-                sharded.setdefault(layout, []).append(members)
+                sharded.setdefault(layout, []).append(parameters)
         for layout, units in sharded.items():
             self._step_sharded(layout, [(groups[unit[0]], unit) for unit in units])
-        return loss
 
     # --- muon -----------------------------------------------------------------------------------------------------------
 
@@ -167,7 +172,7 @@ class Muon(Optimizer):
         for parameter, direction in zip(parameters, batch, strict=True):
             self._advance_momentum(group, parameter, out=direction)
         for parameter, direction in zip(parameters, self._orthogonalize(group, batch), strict=True):
-            _update(group, parameter, direction)
+            _move(group, parameter, direction)
 
     def _step_sharded(self, layout: Layout, units: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
         """One update of units that lie in one way; the next unit's pieces travel while one is orthogonalised."""
@@ -199,11 +204,11 @@ class Muon(Optimizer):
             if layout.shard is not None and layout.tensor_dim == parameter.ndim - 2:
                 sizes = layout.piece_sizes(parameter.shape[-2])
                 first_row = sum(sizes[: layout.rank(layout.shard)])
-            _update(group, parameter, exchange.result(index), first_row)
+            _move(group, parameter, exchange.result(index), first_row)
 
     def _advance_momentum(self, group: dict[str, Any], parameter: Tensor, *, out: Tensor) -> None:
         """Updates the momentum and writes what is to be orthogonalised to `out` (this rank's part, compute dtype)."""
-        gradient, momentum = _gradient(parameter), _local(self.state[parameter]["momentum_buffer"])
+        gradient, momentum = local_gradient(parameter), _local(self.state[parameter]["momentum_buffer"])
         torch.add(gradient, momentum, alpha=group["momentum"], out=momentum)
         if group["nesterov"]:
             torch.add(gradient, momentum, alpha=group["momentum"], out=out)
@@ -233,7 +238,7 @@ class Muon(Optimizer):
         done = torch.full((len(parameters),), float(group["step"] - 1), device=_local(parameters[0]).device)
         adamw(
             [_local(parameter) for parameter in parameters],
-            [_gradient(parameter) for parameter in parameters],
+            [local_gradient(parameter) for parameter in parameters],
             [_local(state["exp_avg"]) for state in states],
             [_local(state["exp_avg_sq"]) for state in states],
             [],
@@ -267,7 +272,7 @@ def adjusted_ratio(adjust_lr: AdjustLr, rows: int, columns: int) -> float:
     return 1.0
 
 
-def _update(group: dict[str, Any], parameter: Tensor, direction: Tensor, first_row: int = 0) -> None:
+def _move(group: dict[str, Any], parameter: Tensor, direction: Tensor, first_row: int = 0) -> None:
     """Decays and moves this rank's part of a parameter, whose rows start at `first_row` of the whole matrices."""
     weight, rows, columns = _local(parameter), parameter.shape[-2], parameter.shape[-1]
     weight.mul_(1 - group["lr"] * group["weight_decay"])
@@ -353,7 +358,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _gradient(parameter: Tensor) -> Tensor:
+def local_gradient(parameter: Tensor) -> Tensor:
     """Returns this rank's part of the gradient; zeros if only other ranks have one."""
     gradient = parameter.grad
     if gradient is None:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from trainer.core.log import logger
 from trainer.errors import CheckpointMismatch
-from trainer.optim.groups import match_groups, regroup, restored_entries, write_entries
+from trainer.optim.groups import IDENTITY, RUN_LOCAL, match_groups, regroup, restored_entries, write_entries
 
 
 class OptimizerState:
@@ -49,6 +49,7 @@ class OptimizerState:
             saved: "state.<parameter>.<entry>" -> dtype and shape. An entry shaped like its parameter is sharded like it.
         """
         parameters = self._parameters()
+        group_of = {name: group for group in self.optimizer.param_groups for name in group["param_names"]}
         for flat, (dtype, shape) in saved.items():
             name, _, entry = flat.removeprefix("state.").rpartition(".")
             if (
@@ -57,11 +58,7 @@ class OptimizerState:
                 or entry in self.optimizer.state[parameters[name]]
             ):
                 continue
-            parameter = parameters[name]
-            like = shape == tuple(parameter.shape)
-            with torch.no_grad():
-                made = torch.zeros_like(parameter, dtype=dtype) if like else torch.zeros(shape, dtype=dtype)
-            self.optimizer.state[parameter][entry] = made
+            self.optimizer.state[parameters[name]][entry] = _made(parameters[name], group_of[name], entry, dtype, shape)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes a state of the same parameters: tensors are copied in place, group entries written by name."""
@@ -89,8 +86,21 @@ class OptimizerState:
         """Returns the group entries that, read back, differ from what was loaded."""
         differing = []
         for live, partner in self._pairs(saved["groups"]):
-            for key, value in restored_entries(live).items():
+            entries = restored_entries(live)
+            for key in {**partner["entries"], **entries}.keys() - self.keep - RUN_LOCAL - IDENTITY:
+                value = entries.get(key)
                 expected = partner["entries"].get(key, value)
-                if key not in self.keep and value != expected:
+                if value != expected:
                     differing.append(f"groups.{live['name']}.{key}: loaded {expected!r}, reads back {value!r}")
         return differing
+
+
+def _made(
+    parameter: Tensor, group: Mapping[str, Any], entry: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Tensor:
+    """Returns zeros where torch's optimizers make such an entry by themselves: counters stay on the host."""
+    is_counter = not shape and (entry == "step" or parameter.ndim > 0)
+    if shape == tuple(parameter.shape) and not is_counter:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    on_host = is_counter and not (group.get("fused") or group.get("capturable"))
+    return torch.zeros(shape, dtype=dtype, device="cpu" if on_host else parameter.device)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from trainer.checkpoint.retention import BEST_METRICS
 from trainer.core import device as devices
@@ -76,7 +77,7 @@ def _begin(run: Run) -> bool:
 
 def take_step(run: Run, batch: GlobalBatch) -> dict[str, float] | None:
     """Runs one step, advances every counter and the lr, and returns the step's row of metrics; None = stopped within it."""
-    progress, lr, pending = run.progress, run.optimizer.param_groups[0]["lr"], run.pending
+    progress, rates, pending = run.progress, learning_rates(run.optimizer), run.pending
     done, loss_sum = pending.micro_step, pending.loss_sums[run.world.rank] if pending.micro_step else 0.0
     pending.clear()
     result = train_step(
@@ -102,12 +103,20 @@ def take_step(run: Run, batch: GlobalBatch) -> dict[str, float] | None:
     return result.measures | {
         "step": progress.step,
         "loss": result.loss,
-        "lr": lr,
+        **rates,
         "grad_norm": result.grad_norm,
         "tokens": progress.tokens,
         "samples": progress.samples,
         "epoch": progress.epoch,
     }
+
+
+def learning_rates(optimizer: Optimizer) -> dict[str, float]:
+    """Returns "lr", that of the first group, and "lr_<group>" for the groups that peak elsewhere (Muon's AdamW half)."""
+    first, *others = optimizer.param_groups
+    peak = first.get("initial_lr", first["lr"])
+    apart = [group for group in others if group.get("initial_lr", group["lr"]) != peak]
+    return {"lr": first["lr"]} | {f"lr_{group['name']}": group["lr"] for group in apart}
 
 
 def _pause_cycle(run: Run, micro_step: int, loss_sum: Tensor) -> bool:

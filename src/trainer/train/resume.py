@@ -17,6 +17,7 @@ C = TypeVar("C", bound=RunConfig)
 GROUP_ENTRIES = {
     "optim.lr": ("lr", "initial_lr"),
     "optim.weight_decay": ("weight_decay",),
+    "optim.decay": ("weight_decay",),
     "optim.betas": ("betas",),
     "optim.eps": ("eps",),
     "optim.momentum": ("momentum",),

@@ -26,7 +26,9 @@ from trainer.models.hf import export_hf
 from trainer.models.roles import parameter_roles
 from trainer.models.state import ModelState
 from trainer.models.tokenizer import load_tokenizer
-from trainer.optim.build import build_groups, build_optimizer, build_schedule
+from trainer.optim.build import build_groups, build_optimizer, build_schedule, check_optimizer
+from trainer.optim.groups import describe_group
+from trainer.optim.offload.base import OffloadOptimizer
 from trainer.optim.offload.build import build_offload
 from trainer.optim.offload.weights import MasterWeights
 from trainer.optim.schedule import ScheduleState
@@ -121,6 +123,7 @@ def _build(
     damaged: dict[Path, str],
 ) -> Run:
     config = loaded.config
+    check_optimizer(config.optim)
     state = AppState()  # the owners join below; a checkpoint is chosen before anything expensive is built
     checkpoints = CheckpointManager(run_dir, config.ckpt, state, describe=lambda: _describe(config, state))
     checkpoint = checkpoints.choose(config.resume, damaged) if config.resume is not None else None
@@ -212,9 +215,12 @@ def _build(
 def _optimizer(config: RunConfig, model: CausalLM) -> tuple[Optimizer, Stateful]:
     """Returns the optimizer in its offload mode, and the owner of the float32 weights it updates."""
     roles = parameter_roles(model)
+    device = next(model.parameters()).device
+    # In mode "full" a step runs on the host, where matrix products are slow beside an accelerator's.
+    compute_device = device if config.model.offload == "full" and device.type != "cpu" else None
     offloaded = build_offload(
         config.model.offload,
-        partial(build_optimizer, config.optim),
+        partial(build_optimizer, config.optim, compute_device=compute_device),
         build_groups(config.optim, model.named_parameters(), roles),
         model,
         ModelState(model),
@@ -259,6 +265,11 @@ def _announce(run: Run, plan: ResumePlan, checkpoint: Checkpoint | None) -> None
     ranks = f"{run.world.size} rank{'s' if run.world.size > 1 else ''}"
     place = f"{config.model.dtype} on {ranks} x {devices.describe(run.device)}"
     logger.info(f"{config.model.name}: {parameters / 1e6:.1f} M parameters, {place}")
+    if isinstance(run.optimizer, OffloadOptimizer):
+        host_gib = run.optimizer.host_bytes / 2**30
+        logger.info(f"model.offload = {run.optimizer.mode}: {host_gib:.2f} GiB of host memory on each rank")
+    for group in run.optimizer.param_groups:
+        logger.info(f"  {describe_group(group)}")
     if checkpoint is None:
         source = "random weights" if config.model.random_init else f"weights of {config.model.name}"
         logger.info(f"fresh start: {source}, step 0, new optimizer, data from its beginning")
