@@ -8,7 +8,8 @@ import torch
 
 from support.checkpoints import Run, in_killed_process, steps_of, whole
 from trainer.checkpoint.discovery import Status, discover
-from trainer.checkpoint.finite import first_nonfinite
+from trainer.checkpoint.staging import Stager
+from trainer.checkpoint.storage import write_shard
 from trainer.cli.ckpt import main as ckpt
 from trainer.errors import CheckpointError
 
@@ -30,27 +31,49 @@ def unsafe(run: Run, kind: str) -> None:
         run.manager.save(run.step, micro_step=2)
 
 
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_state_with_weights_that_are_not_finite_is_never_resumable(value, tmp_path):
-    run = Run(tmp_path)
+def test_a_state_with_weights_that_are_not_finite_is_never_resumable(value, background, tmp_path):
+    run = Run(tmp_path, keep_last=1, **{"async": background})
     run.train(2)
     run.save()
     run.train()
     poison(run, value)
     run.save()
+    poison(run, 1.0)  # what counts is what was written
+    run.manager.close()
     assert states(tmp_path) == {2: Status.COMMITTED, 3: Status.NOT_RESUMABLE}
     assert discover(tmp_path / "checkpoints")[1].reason == "model.0.weight has a value that is not finite"
     assert Run(tmp_path).resume() == 2
 
 
-def test_first_nonfinite():
-    big = torch.full((64,), 3e38)  # finite, and its sum is not
-    state = {"model.a": big, "model.i": torch.ones(2, dtype=torch.int64), "model.e": torch.ones(0)}
-    assert first_nonfinite(state, "model") is None
-    state["optimizer.a"] = torch.tensor([float("nan")])
-    assert first_nonfinite(state, "model") is None
-    state["model.b"] = torch.tensor([1.0, float("inf"), float("-inf")]).bfloat16()
-    assert first_nonfinite(state, "model") == "model.b"
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_every_value_that_is_written_is_looked_at(dtype, copy, tmp_path):
+    """Of tensors that end and begin within the pieces they are written in."""
+    size = (9 << 20) // dtype.itemsize
+    weights = torch.ones(size, dtype=dtype)
+    state = {"model.a": torch.ones(3), "model.b": weights, "model.c": torch.ones(5, dtype=torch.bfloat16)}
+    state |= {"optimizer.a": torch.tensor([float("nan")]), "model.e": torch.ones(0), "model.i": torch.ones(2).int()}
+    assert looked_at(state, copy, tmp_path / "sound") is None
+    for place in (0, size // 2, size - 5, size - 1):
+        weights[place] = float("-inf")
+        assert looked_at(state, copy, tmp_path / str(place)) == "model.b"
+        weights[place] = 1.0
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_sum_that_overflows_is_not_taken_for_an_infinity(copy, tmp_path):
+    assert looked_at({"model.a": torch.full((64,), 3e38), "model.b": torch.ones(3)}, copy, tmp_path / "out") is None
+
+
+def looked_at(state: dict[str, torch.Tensor], copy: bool, directory: Path) -> str | None:
+    directory.mkdir()
+    stager = Stager(copy=copy)
+    try:
+        return write_shard(directory, stager.stage(state), finite="model").not_finite
+    finally:
+        stager.close()
 
 
 @pytest.mark.parametrize("kind", ["not finite", "mid-cycle"])

@@ -1,27 +1,40 @@
 """Whether weights are numbers: a state with NaN in it is no place to go on from."""
 
-from collections.abc import Mapping
-
+import numpy as np
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from trainer.checkpoint.dcp import DTYPES
+
+_NUMPY = {"F64": np.float64, "F32": np.float32}
 
 
-@torch.no_grad()
-def first_nonfinite(state: Mapping[str, Tensor], owner: str) -> str | None:
-    """Returns the name of the first floating-point tensor of `owner` with a NaN or an infinity on this rank, else None.
+class FiniteCheck:
+    """Looks at the bytes of one owner's tensors as they are written, on the thread that writes them.
 
-    One pass at the speed of memory that allocates nothing of the tensors' size, and one wait for the device.
+    Attributes:
+        found: the first tensor seen with a NaN or an infinity, by name; None = none so far.
     """
-    parts = {}
-    for name, tensor in state.items():
-        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if name.startswith(f"{owner}.") and part.is_floating_point() and part.numel():
-            parts[name] = part.detach()
-    if not parts:
-        return None
-    # NaN and infinities survive any sum. A sum can also overflow where every value is finite; those few are looked at again.
-    sums = [part.sum(dtype=torch.float64 if part.dtype == torch.float64 else torch.float32) for part in parts.values()]
-    finite = torch.isfinite(torch.stack([total.double().to(sums[0].device) for total in sums])).tolist()
-    suspects = [name for name, is_finite in zip(parts, finite, strict=True) if not is_finite]
-    return next((name for name in suspects if not torch.isfinite(parts[name]).all()), None)
+
+    def __init__(self, owner: str):
+        self._prefix = f"{owner}."
+        self.found: str | None = None
+
+    def wants(self, name: str) -> bool:
+        """Whether anything about this tensor is still to be found out."""
+        return self.found is None and name.startswith(self._prefix)
+
+    def look(self, name: str, dtype: str, data: memoryview) -> None:
+        """Takes a piece of a tensor: whole elements of `dtype` (a safetensors name)."""
+        if self.wants(name) and DTYPES[dtype].is_floating_point and len(data) and not _all_finite(dtype, data):
+            self.found = name
+
+
+def _all_finite(dtype: str, data: memoryview) -> bool:
+    kind = _NUMPY.get(dtype)
+    if kind is None:
+        return bool(torch.isfinite(torch.frombuffer(data, dtype=DTYPES[dtype]).float()).all())
+    values = np.frombuffer(data, dtype=kind)
+    # NaN and infinities survive any sum, which one thread takes at the speed of memory. A sum can also overflow where
+    # every value is finite; those few are looked at again.
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(np.add.reduce(values)) or np.isfinite(values).all())
