@@ -14,9 +14,9 @@ from trainer.checkpoint.tables import read_tables
 TINY = REPO / "configs/debug/assets/tiny-llama"
 
 # Ten batches of two documents in an epoch, and a validation at its end.
-FLAGS = ["--model.impl", "hf", "--data.sources=[]", "--data.fake.vocab-size=384", "--data.fake.documents=24"]
-FLAGS += ["--data.val-documents=4", "--data.batch-size=2", "--data.micro-batch-size=1", "--data.no-pack"]
-FLAGS += ["--val.interval=10", "--ckpt.interval=0", "--max-steps=14", "--model.activation-checkpointing=none"]
+FLAGS = ["--model.impl", "hf", "--data.sources=[]", "--data.fake.vocab-size=384", "--data.fake.documents=20"]
+FLAGS += ["--data.val-documents=0", "--data.batch-size=2", "--data.micro-batch-size=1", "--data.no-pack"]
+FLAGS += ["--val.interval=10", "--ckpt.interval=0", "--max-steps=14", "--scheduler.warmup-steps=0", "--log.level=error"]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_d11_losses_are_bit_equal_after_a_save_in_and_at_the_end_of_an_epoch(mod
     assert differences(checkpoint(run_dir, 14), checkpoint(whole, 14)) == ""
     if world_size == 1:
         sft(dry, *FLAGS, "--model.name", str(TINY), "--max-steps", "1")
-        assert metrics(dry)[0]["loss"] != metrics(whole)[0]["loss"]  # there is dropout in it
+        assert metrics(dry)[1]["loss"] != metrics(whole)[1]["loss"]  # there is dropout in it
 
 
 def test_d12_no_state_of_a_generator_has_to_be_read_back(model, tmp_path):

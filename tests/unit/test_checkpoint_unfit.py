@@ -1,5 +1,6 @@
 """States that must not be gone on from: not finite, or in the middle of a cycle without its gradients."""
 
+import math
 import shutil
 from pathlib import Path
 
@@ -7,7 +8,9 @@ import pytest
 import torch
 
 from support.checkpoints import Run, in_killed_process, steps_of, whole
+from trainer.checkpoint.dcp import DTYPE_NAMES, tensor_bytes
 from trainer.checkpoint.discovery import Status, discover
+from trainer.checkpoint.finite import all_finite
 from trainer.checkpoint.staging import Stager
 from trainer.checkpoint.storage import write_shard
 from trainer.cli.ckpt import main as ckpt
@@ -62,9 +65,24 @@ def test_every_value_that_is_written_is_looked_at(dtype, copy, tmp_path):
         weights[place] = 1.0
 
 
-@pytest.mark.parametrize("copy", [False, True])
-def test_a_sum_that_overflows_is_not_taken_for_an_infinity(copy, tmp_path):
-    assert looked_at({"model.a": torch.full((64,), 3e38), "model.b": torch.ones(3)}, copy, tmp_path / "out") is None
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_what_is_a_number_is_what_torch_says(dtype):
+    """Over all bit patterns of the small dtypes, and those beside the edges of the large ones."""
+    bits = 8 * dtype.itemsize
+    exponent = 1 << (bits - 1)
+    edges = {int(torch.tensor(x, dtype=dtype).view(_INTEGERS[bits]).item()) for x in (0.0, 1.0, float("nan"))}
+    largest = torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(_INTEGERS[bits]).item()
+    edges |= {int(largest) + k for k in (-1, 0, 1, 2)}
+    patterns = range(-exponent, exponent) if bits <= 16 else [*edges, *(e - exponent for e in edges), -1]
+    for pattern in patterns:
+        value = torch.tensor([pattern], dtype=_INTEGERS[bits]).view(dtype)
+        assert all_finite(DTYPE_NAMES[dtype], tensor_bytes(value)) == math.isfinite(value.item()), pattern
+
+
+_INTEGERS = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
 def looked_at(state: dict[str, torch.Tensor], copy: bool, directory: Path) -> str | None:

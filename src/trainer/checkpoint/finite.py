@@ -1,11 +1,20 @@
 """Whether weights are numbers: a state with NaN in it is no place to go on from."""
 
+from typing import Any
+
 import numpy as np
-import torch
 
-from trainer.checkpoint.dcp import DTYPES
-
-_NUMPY = {"F64": np.float64, "F32": np.float32}
+# dtype -> integers of its size, and the bits of its infinity (of E4M3, which has none: of its NaN). Everything with these
+# exponent bits set is no number: read as an integer it is at least that large, with the sign bit if read as unsigned.
+_BITS: dict[str, tuple[Any, Any, int]] = {
+    "F64": (np.int64, np.uint64, 0x7FF0_0000_0000_0000),
+    "F32": (np.int32, np.uint32, 0x7F80_0000),
+    "F16": (np.int16, np.uint16, 0x7C00),
+    "BF16": (np.int16, np.uint16, 0x7F80),
+    "F8_E5M2": (np.int8, np.uint8, 0x7C),
+    "F8_E4M3": (np.int8, np.uint8, 0x7F),
+}
+_LOOK_BYTES = 1 << 18  # at a time: the second look finds it in a core's own cache
 
 
 class FiniteCheck:
@@ -25,16 +34,18 @@ class FiniteCheck:
 
     def look(self, name: str, dtype: str, data: memoryview) -> None:
         """Takes a piece of a tensor: whole elements of `dtype` (a safetensors name)."""
-        if self.wants(name) and DTYPES[dtype].is_floating_point and len(data) and not _all_finite(dtype, data):
+        if self.wants(name) and not all_finite(dtype, data):
             self.found = name
 
 
-def _all_finite(dtype: str, data: memoryview) -> bool:
-    kind = _NUMPY.get(dtype)
-    if kind is None:
-        return bool(torch.isfinite(torch.frombuffer(data, dtype=DTYPES[dtype]).float()).all())
-    values = np.frombuffer(data, dtype=kind)
-    # NaN and infinities survive any sum, which one thread takes at the speed of memory. A sum can also overflow where
-    # every value is finite; those few are looked at again.
-    with np.errstate(all="ignore"):
-        return bool(np.isfinite(np.add.reduce(values)) or np.isfinite(values).all())
+def all_finite(dtype: str, data: memoryview) -> bool:
+    """Whether every value is a number; True for dtypes that hold nothing else. Two looks per value, at 10 GB/s."""
+    if dtype not in _BITS:
+        return True
+    signed, unsigned, infinity = _BITS[dtype]
+    negative = infinity + (1 << (8 * np.dtype(unsigned).itemsize - 1))
+    for start in range(0, len(data), _LOOK_BYTES):
+        piece = data[start : start + _LOOK_BYTES]
+        if np.frombuffer(piece, signed).max() >= infinity or np.frombuffer(piece, unsigned).max() >= negative:
+            return False
+    return True

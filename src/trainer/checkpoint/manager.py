@@ -5,6 +5,7 @@ Every method is collective: all ranks call it, rank 0 looks at the file system, 
 
 import copy
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -343,8 +344,9 @@ class CheckpointManager:
 
     def _is_own(self, path: str | Path) -> bool:
         own = [self.run_dir, self.run_dir / CHECKPOINTS, self.run_dir / CHECKPOINTS / SUPERSEDED]
-        run_dir, *places = (directory.resolve() for directory in own)  # each may be a link to another disk
-        place = Path(path).resolve()
+        # Each may be a link to another disk. Not Path.resolve, which fails where links go round in a circle.
+        run_dir, *places = (Path(os.path.realpath(directory)) for directory in own)
+        place = Path(os.path.realpath(path))
         return place in (run_dir, places[0]) or place.parent in places
 
     def _candidates(self, resume: "ResumeConfig") -> tuple[list[Candidate], bool, Path]:
