@@ -19,6 +19,7 @@ export TOKENIZERS_PARALLELISM := false
 TESTS ?= tests
 PYTEST_FLAGS ?=
 ONE_THREAD := OMP_NUM_THREADS=1
+PARALLEL ?= -n 2 --dist loadfile
 
 .PHONY: help
 help: ## this list
@@ -43,13 +44,17 @@ sync-demo: $(UV_NEEDED)
 demo: sync-demo ## fine-tune a real model, kill it, resume it, compare (SHORT=1: a tiny random model, for CI)
 	@$(PYTHON) -m scripts.demo $(if $(filter-out 0,$(SHORT)),--short)
 
+.PHONY: demo-rl
+demo-rl: sync ## reward makes a small model better; killed, resumed, compared (SHORT=1: a few steps, for CI)
+	@$(PYTHON) -m scripts.demo.rl $(if $(filter-out 0,$(SHORT)),--short)
+
 .PHONY: test
 test: lint types ## lint, types and the test suite
-	@$(ONE_THREAD) $(PYTHON) -m pytest $(PYTEST_FLAGS) $(TESTS)
+	@$(ONE_THREAD) $(PYTHON) -m pytest $(PARALLEL) $(PYTEST_FLAGS) $(TESTS)
 
 .PHONY: test-full
 test-full: lint types ## the same with the slow tests
-	@$(ONE_THREAD) $(PYTHON) -m pytest $(PYTEST_FLAGS) -m "not gpu" $(TESTS)
+	@$(ONE_THREAD) $(PYTHON) -m pytest $(PARALLEL) $(PYTEST_FLAGS) -m "not gpu" $(TESTS)
 
 N ?= 10
 
@@ -72,5 +77,5 @@ bench: sync ## measure, and write benchmarks/results/*.json
 
 .PHONY: clean
 clean: ## remove caches, demo files and demo runs (keeps .venv)
-	rm -rf .cache .pytest_cache .ruff_cache .hypothesis dist build runs/demo runs/demo-short
+	rm -rf .cache .pytest_cache .ruff_cache .hypothesis dist build runs/demo runs/demo-short runs/demo-rl runs/demo-rl-short
 	find src tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -18,16 +18,17 @@ from benchmarks.gate import Gate, Stopped
 from trainer.config.load import load_config
 from trainer.config.run import SFTConfig
 from trainer.data.batch import GlobalBatch
-from trainer.data.loader import BatchLoader
 from trainer.sft.loss import cross_entropy
+from trainer.sft.supply import supply
 from trainer.train import setup
 from trainer.train.loop import fit
+from trainer.train.supply import BatchSource
 
 
 class GatedLoader:
     """A loader that waits at the gate before it hands out a batch."""
 
-    def __init__(self, loader: BatchLoader, gate: Gate):
+    def __init__(self, loader: BatchSource, gate: Gate):
         self._loader, self._gate = loader, gate
 
     def next_batch(self) -> GlobalBatch:
@@ -35,6 +36,9 @@ class GatedLoader:
         batch = self._loader.next_batch()
         self._gate.count(batch.tokens)
         return batch
+
+    def settle(self) -> None:
+        self._loader.settle()
 
     def close(self) -> None:
         self._loader.close()
@@ -49,8 +53,8 @@ def main() -> None:
         loaded = load_config(SFTConfig, ["@", str(path)])
         loss_function = partial(cross_entropy, chunk_tokens=loaded.config.model.loss_chunk_tokens)
         try:
-            with setup.start(loaded, loss_function) as run:
-                run.loader = GatedLoader(run.loader, gate)  # type: ignore[assignment]
+            with setup.start(loaded, supply(loss_function)) as run:
+                run.supply.batches = GatedLoader(run.loader, gate)  # type: ignore[assignment]
                 fit(run)
         except Stopped:
             pass

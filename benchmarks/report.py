@@ -237,11 +237,44 @@ def _checkpoint(result: dict[str, Any]) -> str:
     )
 
 
+def _rollout(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            f"`{case['case']}`",
+            str(case["samples"]),
+            str(case["threads"]),
+            _rate(case["ours"]),
+            _rate(case["transformers"]),
+            _ratio(case["ours / transformers"]),
+        ]
+        for case in result["cases"]
+    ]
+    settings = result["settings"]
+    head = (
+        "model",
+        "completions per prompt",
+        "threads",
+        "ours, tokens/s",
+        "transformers, tokens/s",
+        "ours / transformers",
+    )
+    return (
+        "## Rollouts\n\n"
+        f"{settings['prompts']} completions of {settings['new_tokens']} tokens at once, prompts of 8 to 39 tokens, vocabulary "
+        f"{settings['vocab_size']:,}, {settings['dtype']}, sampled at temperature 1.\nOurs is `rl.rollout.LocalEngine`, which "
+        "takes over the weights before every round and returns log-probabilities; theirs is\n`generate` with its default "
+        "cache on a padded batch, without log-probabilities. Bound: 2 on different prompts.\n\n"
+        + table(head, rows)
+        + f"\n{bounds(result)}\n{provenance(result)}"
+    )
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "step": _step,
     "peers": _peers,
     "packing": _packing,
     "loss": _loss,
+    "rollout": _rollout,
     "startup": _startup,
     "checkpoint": _checkpoint,
 }

@@ -1,4 +1,5 @@
-"""Write configs/debug/assets: a tiny Llama's config and byte-level tokenizer, and 200 short conversations.
+"""Write configs/debug/assets: a tiny Llama's config and byte-level tokenizer, and 200 short conversations; and for
+reinforcement learning a Llama whose tokens are characters, and examples of texts reversed.
 
     python scripts/make_debug_assets.py [DIRECTORY]
 
@@ -13,11 +14,14 @@ from pathlib import Path
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the order of equally frequent merges depends on threads
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from trainer.rl.builtin_envs import ReverseText
 
 CONVERSATIONS = 200
 VOCABULARY = 384
-END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+REVERSED = 4000
+END, START, STOP, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>"
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -27,6 +31,15 @@ CHAT_TEMPLATE = (
     "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+# For a model whose tokens are characters every word of a template is ten tokens.
+SHORT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_start|>' }}{% endif %}"
+    "{% endfor %}"
 )
 
 WORDS = "apple river stone cloud bread light horse green paper music winter garden silver window button candle".split()
@@ -78,15 +91,41 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     return tokenizer
 
 
+def character_tokenizer() -> Tokenizer:
+    """Every printable ASCII character is a token."""
+    characters = [chr(code) for code in range(32, 127)]
+    vocabulary = {token: place for place, token in enumerate([END, START, STOP, UNKNOWN, "\n", *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([END, START, STOP, UNKNOWN])
+    return tokenizer
+
+
+def reversed_texts() -> list[list[dict[str, str]]]:
+    """The environment's own training prompts, answered."""
+    env, rows = ReverseText(), []
+    for index in range(REVERSED):
+        question, info = env.prompt(index, "train")
+        rows.append([{"role": "user", "content": question}, {"role": "assistant", "content": info["answer"]}])
+    return rows
+
+
 def main(directory: Path) -> None:
     draw = random.Random(0)
     conversations = [conversation(draw) for _ in range(CONVERSATIONS)]
-    model_dir = directory / "tiny-llama"
-    model_dir.mkdir(parents=True, exist_ok=True)
-    rows = [json.dumps({"messages": messages}) for messages in conversations]
-    (directory / "chat.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
-
+    _write_rows(directory / "chat.jsonl", conversations)
     tokenizer = train_tokenizer([message["content"] for messages in conversations for message in messages])
+    _write_model(directory / "tiny-llama", tokenizer, CHAT_TEMPLATE, hidden_size=64, layers=2, max_length=256)
+    _write_rows(directory / "reverse.jsonl", reversed_texts())
+    letters = character_tokenizer()
+    _write_model(directory / "letters-llama", letters, SHORT_TEMPLATE, hidden_size=128, layers=3, max_length=128)
+
+
+def _write_model(
+    model_dir: Path, tokenizer: Tokenizer, chat_template: str, *, hidden_size: int, layers: int, max_length: int
+) -> None:
+    model_dir.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(model_dir / "tokenizer.json"))
     token_id = {token: tokenizer.token_to_id(token) for token in (END, STOP)}
     _write(
@@ -94,13 +133,13 @@ def main(directory: Path) -> None:
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
-            "model_max_length": 256,
+            "model_max_length": max_length,
             "bos_token": None,
             "eos_token": STOP,
             "pad_token": END,
-            "unk_token": None,
+            "unk_token": UNKNOWN if tokenizer.token_to_id(UNKNOWN) is not None else None,
             "additional_special_tokens": [START],
-            "chat_template": CHAT_TEMPLATE,
+            "chat_template": chat_template,
         },
     )
     _write(
@@ -109,14 +148,14 @@ def main(directory: Path) -> None:
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "vocab_size": tokenizer.get_vocab_size(),
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
+            "hidden_size": hidden_size,
+            "intermediate_size": hidden_size * (2 if hidden_size < 128 else 4),
+            "num_hidden_layers": layers,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "head_dim": 16,
+            "head_dim": hidden_size // 4,
             "hidden_act": "silu",
-            "max_position_embeddings": 256,
+            "max_position_embeddings": max_length,
             "initializer_range": 0.02,
             "rms_norm_eps": 1e-05,
             "rope_theta": 10000.0,
@@ -132,6 +171,11 @@ def main(directory: Path) -> None:
             "torch_dtype": "float32",
         },
     )
+
+
+def _write_rows(path: Path, conversations: list[list[dict[str, str]]]) -> None:
+    rows = [json.dumps({"messages": messages}) for messages in conversations]
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
 
 
 def _write(path: Path, content: dict[str, object]) -> None:

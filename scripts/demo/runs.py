@@ -15,7 +15,7 @@ from typing import Any
 TRAINER = [sys.executable, "-m", "trainer"]
 
 POLL_SECONDS = 0.005
-COMPARED = ("loss", "lr", "grad_norm", "tokens", "samples", "epoch", "val_loss")
+COMPARED = ("loss", "lr", "grad_norm", "tokens", "samples", "epoch", "val_loss", "reward", "entropy", "eval_reward")
 """Entries of a metrics row that a resume must reproduce; the others measure time and memory."""
 
 
@@ -23,24 +23,24 @@ class DemoFailed(Exception):
     """Something did not come out as it must; the message says what."""
 
 
-def train(arguments: Sequence[str]) -> None:
-    """Runs ``trainer sft`` to its end, its output shown. Raises DemoFailed if it fails."""
-    code = subprocess.run([*TRAINER, "sft", *arguments]).returncode
+def train(arguments: Sequence[str], kind: str = "sft") -> None:
+    """Runs ``trainer sft|rl`` to its end, its output shown. Raises DemoFailed if it fails."""
+    code = subprocess.run([*TRAINER, kind, *arguments]).returncode
     if code:
-        raise DemoFailed(f"trainer sft ended with exit code {code}")
+        raise DemoFailed(f"trainer {kind} ended with exit code {code}")
 
 
-def train_and_kill(arguments: Sequence[str], run_dir: Path, *, after_step: int) -> int:
-    """Runs ``trainer sft`` and ends it with SIGKILL in the middle of the step that follows ``after_step``.
+def train_and_kill(arguments: Sequence[str], run_dir: Path, *, after_step: int, kind: str = "sft") -> int:
+    """Runs ``trainer sft|rl`` and ends it with SIGKILL in the middle of the step that follows ``after_step``.
 
     Returns the last step that it had logged. Raises DemoFailed if it ends by itself before.
     """
-    process = subprocess.Popen([*TRAINER, "sft", *arguments])
+    process = subprocess.Popen([*TRAINER, kind, *arguments])
     metrics = run_dir / "metrics.jsonl"
     try:
         while not (rows := read_metrics(metrics)) or rows[-1]["step"] < after_step:
             if process.poll() is not None:
-                raise DemoFailed(f"trainer sft ended with exit code {process.returncode} before step {after_step}")
+                raise DemoFailed(f"trainer {kind} ended with exit code {process.returncode} before step {after_step}")
             time.sleep(POLL_SECONDS)
         time.sleep(rows[-1].get("step_seconds", 0.0) / 2)
     finally:
@@ -50,7 +50,7 @@ def train_and_kill(arguments: Sequence[str], run_dir: Path, *, after_step: int) 
         if sys.stderr.isatty():
             sys.stderr.write("\x1b[?25h\n")  # the cursor, which the killed progress bar had hidden
     if process.returncode != -signal.SIGKILL:
-        raise DemoFailed(f"trainer sft was not killed in time: it ended with exit code {process.returncode}")
+        raise DemoFailed(f"trainer {kind} was not killed in time: it ended with exit code {process.returncode}")
     return read_metrics(metrics)[-1]["step"]
 
 

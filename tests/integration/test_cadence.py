@@ -23,12 +23,13 @@ def test_c1_the_arithmetic_is_that_of_the_loader(tmp_path):
     from trainer.config.load import load_config
     from trainer.config.run import SFTConfig
     from trainer.sft.loss import cross_entropy
+    from trainer.sft.supply import supply
     from trainer.train import setup
 
     os.chdir(REPO)
     for epoch_end, expected in (("flush", [4, 8, 10, 14, 18, 20]), ("carry", [4, 8, 12, 16, 20, 24])):
         argv = [*DEBUG, *TEN, "--data.epoch-end", epoch_end, "--output-dir", str(tmp_path / epoch_end)]
-        with setup.start(load_config(SFTConfig, argv), cross_entropy) as run:
+        with setup.start(load_config(SFTConfig, argv), supply(cross_entropy)) as run:
             done = [len(run.loader.next_batch().micro_batches) for _ in expected]
             assert [sum(done[: step + 1]) for step in range(6)] == expected
             assert [run.boundaries.after(step) for step in range(1, 7)] == expected

@@ -27,11 +27,12 @@ def resumed(source: Path, run_dir: Path, *flags: str):
     from trainer.config.load import load_config
     from trainer.config.run import SFTConfig
     from trainer.sft.loss import cross_entropy
+    from trainer.sft.supply import supply
     from trainer.train import setup
 
     os.chdir(REPO)
     argv = [*DEBUG, "--output-dir", str(run_dir), "--resume.dir", str(source), *flags]
-    with setup.start(load_config(SFTConfig, argv), cross_entropy) as run:
+    with setup.start(load_config(SFTConfig, argv), supply(cross_entropy)) as run:
         yield run
 
 

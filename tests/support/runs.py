@@ -12,7 +12,15 @@ from support.pool import run_on_ranks
 
 REPO = Path(__file__).parents[2]
 DEBUG = ["@", str(REPO / "configs/debug/sft.toml")]
-TIMING = ("tokens_per_second", "step_seconds", "peak_memory_gib")
+DEBUG_RL = ["@", str(REPO / "configs/debug/rl.toml")]
+TIMING = (
+    "tokens_per_second",
+    "step_seconds",
+    "peak_memory_gib",
+    "rollout_seconds",
+    "rollout_tokens_per_second",
+    "eval_seconds",
+)
 
 
 def sft(run_dir: Path, *flags: str, world_size: int = 1) -> None:
@@ -31,6 +39,24 @@ def _sft(argv: list[str]) -> None:
 
     os.chdir(REPO)  # the debug config's paths are relative to the repository
     run(load_config(SFTConfig, argv))
+
+
+def rl(run_dir: Path, *flags: str, world_size: int = 1) -> None:
+    """Runs `trainer rl` on the debug config, within this process or on `world_size` gloo ranks."""
+    argv = [*DEBUG_RL, "--output-dir", str(run_dir), *map(str, flags)]
+    if world_size == 1:
+        _rl(argv)
+    else:
+        run_on_ranks(_rl, world_size, argv)
+
+
+def _rl(argv: list[str]) -> None:
+    from trainer.config.load import load_config
+    from trainer.config.run import RLConfig
+    from trainer.rl.train import run
+
+    os.chdir(REPO)
+    run(load_config(RLConfig, argv))
 
 
 def command(*argv: str, nproc: int = 1, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:

@@ -31,6 +31,7 @@ def _run(argv: list[str], plan: Plan, on_rank: int) -> int:
     from trainer.config.load import load_config
     from trainer.config.run import SFTConfig
     from trainer.sft.loss import cross_entropy
+    from trainer.sft.supply import supply
     from trainer.train import setup
     from trainer.train.loop import fit
 
@@ -46,7 +47,7 @@ def _run(argv: list[str], plan: Plan, on_rank: int) -> int:
                 _do(what, Path(loaded.config.output_dir))
         return cross_entropy(model, micro_batch)
 
-    with setup.start(loaded, loss) as run:
+    with setup.start(loaded, supply(loss)) as run:
         fit(run)
         return setup.finish(run)
 

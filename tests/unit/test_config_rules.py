@@ -4,7 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from trainer.config.load import load_config
-from trainer.config.run import SFTConfig, check_steps
+from trainer.config.rules import check_steps
+from trainer.config.run import SFTConfig
 from trainer.errors import ConfigError
 
 BASE = ["--model.name=m", "--max-steps=100", "--data.sources.0.path=a.jsonl"]

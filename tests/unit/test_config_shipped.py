@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from trainer.config.kinds import KINDS, kind_of
 from trainer.config.load import load_config
-from trainer.config.run import RunConfig, SFTConfig
+from trainer.config.run import RunConfig
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "configs"
@@ -20,6 +21,10 @@ def overlays(path: Path) -> bool:
     return path.parent.name == "add"
 
 
+def load(*argv: str) -> RunConfig:
+    return load_config(KINDS[kind_of([*argv])], [*argv]).config
+
+
 def test_there_are_configs():
     assert len(ALL) >= 10
 
@@ -27,20 +32,20 @@ def test_there_are_configs():
 @pytest.mark.parametrize("path", ALL, ids=str)
 def test_shipped_config_is_valid(path: Path):
     base = ["@", str(CONFIGS / "sft.toml")] if overlays(path) else []
-    load_config(SFTConfig, [*base, "@", str(REPOSITORY / path)])
+    load(*base, "@", str(REPOSITORY / path))
 
 
 @pytest.mark.parametrize("path", [path for path in ALL if not overlays(path)], ids=str)
 def test_runs_do_not_share_an_output_directory(path: Path):
-    directory = load_config(SFTConfig, ["@", str(REPOSITORY / path)]).config.output_dir
+    directory = load("@", str(REPOSITORY / path)).output_dir
     assert directory != RunConfig().output_dir
-    others = [load_config(SFTConfig, ["@", str(REPOSITORY / p)]).config for p in ALL if p != path and not overlays(p)]
+    others = [load("@", str(REPOSITORY / p)) for p in ALL if p != path and not overlays(p)]
     assert directory not in [other.output_dir for other in others]
 
 
 @pytest.mark.parametrize("path", [path for path in ALL if path.parent.name == "debug"], ids=str)
 def test_debug_configs_name_files_that_exist(path: Path):
-    config = load_config(SFTConfig, ["@", str(REPOSITORY / path)]).config
+    config = load("@", str(REPOSITORY / path))
     assert (REPOSITORY / config.model.name / "config.json").is_file()
     assert all((REPOSITORY / source.path).is_file() for source in config.data.sources)
 

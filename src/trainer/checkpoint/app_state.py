@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.dcp import DTYPE_NAMES, DTYPES
+from trainer.checkpoint.dcp import DTYPE_NAMES, DTYPES, as_bytes
 from trainer.checkpoint.layout import Layout, owner_of
 from trainer.checkpoint.leaves import compare_leaves, dump_leaves, load_leaves
 from trainer.checkpoint.storage import load_tensors
@@ -303,7 +303,7 @@ def _same_tensor(a: Tensor, b: Tensor) -> bool:
         if a.shape != b.shape:
             return False
         a, b = a.detach().cpu().contiguous(), b.detach().cpu().contiguous()
-        return bool(torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)))
+        return bool(torch.equal(as_bytes(a), as_bytes(b)))
 
 
 def _listed(lines: list[str]) -> str:

@@ -25,7 +25,14 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """Returns the memory of a contiguous CPU tensor as writable bytes, without a copy."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    return as_bytes(tensor).numpy().data
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Returns the memory of a contiguous tensor as uint8 [bytes], without a copy."""
+    if not tensor.numel():  # flattened its stride is 0, which a view with another dtype refuses
+        return tensor.new_empty(0, dtype=torch.uint8)
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 @contextmanager

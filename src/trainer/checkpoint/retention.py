@@ -6,8 +6,8 @@ from trainer.checkpoint.discovery import Candidate, Status
 from trainer.checkpoint.paths import SUPERSEDED
 from trainer.errors import CheckpointError
 
-BEST_METRIC = "val_loss"
-"""What `keep_best` goes by: the lowest is the best."""
+BEST_METRICS = {"val_loss": 1, "eval_reward": -1}
+"""What `keep_best` goes by, times the factor that makes the lowest the best; a run measures one of them."""
 
 
 def plan_removals(
@@ -24,8 +24,8 @@ def plan_removals(
     the answer.
 
     keep_last: the newest N stay; None = all stay. keep_every: steps that are multiples of it stay for good.
-    keep_best: the N with the lowest `val_loss` stay, of two equal ones the newer; those of steps without a validation
-    are not among them.
+    keep_best: the N with the lowest `val_loss` (or highest `eval_reward`) stay, of two equal ones the newer; those of
+    steps without a validation are not among them.
 
     With a checkpoint of each of the steps 1..5, keep_last = 1 and keep_every = 2: 2, 4 and 5 stay.
     """
@@ -58,8 +58,9 @@ def plan_superseded(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 def _best(steps: Mapping[int, Candidate], count: int) -> list[int]:
     measured = [
-        (c.manifest.metrics[BEST_METRIC], -step)
+        (factor * c.manifest.metrics[name], -step)
         for step, c in steps.items()
-        if c.manifest is not None and BEST_METRIC in c.manifest.metrics
+        for name, factor in BEST_METRICS.items()
+        if c.manifest is not None and name in c.manifest.metrics
     ]
     return [-step for _, step in sorted(measured)[:count]]

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from trainer.checkpoint.dcp import DTYPE_NAMES, dcp_errors, tensor_bytes
+from trainer.checkpoint.dcp import DTYPE_NAMES, as_bytes, dcp_errors, tensor_bytes
 from trainer.checkpoint.finite import FiniteCheck
 from trainer.checkpoint.layout import Chunk, Layout, TensorLayout, entry_name, safetensors_header
 from trainer.checkpoint.paths import shard_name
@@ -177,7 +177,7 @@ class HostMemory:
         for entry, source in zip(plan.entries, sources, strict=True):
             chunk = entry.chunk
             if source.device.type == "cpu" and source.is_contiguous():
-                array = source.detach().reshape(-1).view(torch.uint8).numpy()
+                array = as_bytes(source.detach()).numpy()
                 for start in range(0, chunk.size_bytes, _COPY_BYTES):
                     piece = array[start : start + _COPY_BYTES]
                     jobs.append((block[chunk.start + start : chunk.start + start + len(piece)], piece))

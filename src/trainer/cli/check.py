@@ -32,7 +32,7 @@ run, under the schedule of the whole run; the output directory of the config is 
   --json               print the result as JSON
 
 Prints `exact` and exits with 0; or the first thing that differs and the likely cause, and exits with 1; 2 means that a
-run failed. Everything else is the config, as for "trainer sft".
+run failed. Everything else is the config, as for "trainer sft" or "trainer rl".
 """
 
 
@@ -127,10 +127,10 @@ _CONVERT = {
 
 
 def _check_resume(options: Options, argv: list[str]) -> int:
+    from trainer.config.kinds import KINDS, kind_of
     from trainer.config.load import load_config
-    from trainer.config.run import SFTConfig
 
-    config = load_config(SFTConfig, argv).config
+    config = load_config(KINDS[kind_of(argv)], argv).config
 
     from trainer.cli.check_report import Report
     from trainer.cli.check_resume import ResumeCheck, make_plan

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from trainer.config.kinds import kind_of
 from trainer.errors import TrainerError
 
 POLL_SECONDS = 0.001  # short beside any step, so that a signal comes in the step it is meant for
@@ -24,7 +25,7 @@ class RunFailed(TrainerError):
 
 
 class TrainingProcess:
-    """``trainer sft ARGV`` on `nproc` processes (torchrun where there is more than one); output goes to `log`.
+    """``trainer sft|rl ARGV`` on `nproc` processes (torchrun where there is more than one); output goes to `log`.
 
     A context manager: leaving the block ends every process that is left.
     """
@@ -32,7 +33,7 @@ class TrainingProcess:
     def __init__(self, argv: Sequence[str], run_dir: Path, log: Path, nproc: int):
         self.run_dir, self.log, self.nproc = run_dir, log, nproc
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)] if nproc > 1 else []
-        self.command = [sys.executable, *launcher, "-m", "trainer", "sft", *argv]
+        self.command = [sys.executable, *launcher, "-m", "trainer", kind_of(argv), *argv]
         self.started = time.monotonic()
         with log.open("ab") as output:
             self.process = subprocess.Popen(

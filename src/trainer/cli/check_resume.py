@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.cli.check import Options, kept_directory
 from trainer.cli.check_process import RunFailed, TrainingProcess
-from trainer.config.run import SKIPS, RunConfig
+from trainer.config.rules import SKIPS
+from trainer.config.run import RunConfig
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:

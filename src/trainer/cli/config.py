@@ -1,4 +1,4 @@
-"""``trainer config``: what a run would be started with. Also ``trainer sft --help`` and ``--dry-run``."""
+"""``trainer config``: what a run would be started with. Also ``trainer sft|rl --help`` and ``--dry-run``."""
 
 import json
 from typing import Any
@@ -8,26 +8,27 @@ from trainer.errors import ConfigError
 
 
 def main(argv: list[str], command: str = "config") -> int:
-    """``trainer config [sft] (@ FILE | --KEY VALUE)... | --schema | --help [KEY]``; returns the exit code.
+    """``trainer config [sft|rl] (@ FILE | --KEY VALUE)... | --schema | --help [KEY]``; returns the exit code.
 
     ``command`` is the one that help is given for: ``trainer sft --help`` comes here too.
     """
     named = bool(argv) and argv[0].isidentifier()
-    kind, rest = (argv[0], argv[1:]) if named else ("sft", argv)
-    if kind != "sft":
-        raise ConfigError(
-            f'trainer config knows no kind of run {kind!r}; it knows "sft" (a file is given as "@ {kind}")'
-        )
-
+    from trainer.config.kinds import KINDS, kind_of
     from trainer.config.load import load_config
-    from trainer.config.run import SFTConfig
+
+    kind, rest = (argv[0], argv[1:]) if named else (kind_of(argv), argv)
+    if kind not in KINDS:
+        raise ConfigError(
+            f'trainer config knows no kind of run {kind!r}; it knows "sft" and "rl" (a file is given as "@ {kind}")'
+        )
+    root = KINDS[kind]
 
     if asks_for_help(rest):
-        print(config_help(SFTConfig, topic_of(rest), command), end="")
+        print(config_help(root, topic_of(rest), command), end="")
     elif "--schema" in rest:
-        print(json.dumps(_toml_schema(SFTConfig.model_json_schema()), indent=2))
+        print(json.dumps(_toml_schema(root.model_json_schema()), indent=2))
     else:
-        print(load_config(SFTConfig, rest).dump_toml(), end="")
+        print(load_config(root, rest).dump_toml(), end="")
     return 0
 
 

@@ -58,9 +58,9 @@ def config_help(root: type[BaseModel], topic: str, command: str = "sft") -> str:
 
 
 def _overview(root: type[BaseModel], command: str) -> str:
-    options = "[--dry-run]" if command == "sft" else "[--schema]"
+    options = "[--dry-run]" if command in ("sft", "rl") else "[--schema]"
     text = INTRO.format(command=command, options=options, summary=inspect.cleandoc(root.__doc__ or ""))
-    if command == "sft":
+    if command in ("sft", "rl"):
         text += "  --dry-run                   print the resolved config and its origins instead of training\n"
     else:
         text += "  --schema                    print the JSON schema (for editors) and end\n"

@@ -7,9 +7,10 @@ import time
 from trainer.errors import ConfigError, TrainerError
 
 USAGE = """\
-trainer: SFT training for language models, with exact resumes
+trainer: SFT and RL training for language models, with exact resumes
 
-  trainer sft @ run.toml                     train
+  trainer sft @ run.toml                     supervised fine-tuning
+  trainer rl @ run.toml                      reinforcement learning
   trainer sft @ run.toml --resume            go on from the newest checkpoint, as if the run had never stopped
   torchrun --nproc-per-node 8 -m trainer sft @ run.toml
                                              the same on several devices
@@ -20,6 +21,7 @@ trainer: SFT training for language models, with exact resumes
   trainer ckpt prune|export|repair|import ...
                                              thin out, hand on and mend them, bring in those of other trainers
   trainer plot RUN...                        curves of one or more runs as PNG
+  trainer rollouts show RUN                  what the model wrote in an RL step, and its rewards
 
 A config is made of files and flags: "trainer sft @ a.toml @ b.toml --optim.lr 1e-4". Later files win over earlier
 ones, flags over files. "trainer COMMAND --help" tells more; "trainer sft --help optim" explains the keys of [optim].
@@ -65,8 +67,8 @@ def _dispatch(argv: list[str]) -> int:
 
             print(f"exact-trainer {__version__}")
             return 0
-        case "sft":
-            return _sft(rest)
+        case "sft" | "rl":
+            return _train(command, rest)
         case "config":
             from trainer.cli.config import main as config
 
@@ -83,27 +85,40 @@ def _dispatch(argv: list[str]) -> int:
             from trainer.cli.plot import main as plot
 
             return plot(rest) or 0
+        case "rollouts":
+            from trainer.cli.rollouts import main as rollouts
+
+            return rollouts(rest)
     if not command:
         print(USAGE, end="", file=sys.stderr)
         return 2
-    raise ConfigError(f"trainer has no command {command!r}; it has sft, config, check, ckpt and plot (trainer --help)")
+    raise ConfigError(
+        f"trainer has no command {command!r}; it has sft, rl, config, check, ckpt, plot and rollouts (trainer --help)"
+    )
 
 
-def _sft(argv: list[str]) -> int:
+def _train(kind: str, argv: list[str]) -> int:
     from trainer.cli.config import main as config
     from trainer.cli.help import asks_for_help
 
     if asks_for_help(argv) or "--dry-run" in argv:
-        return config(["sft", *(token for token in argv if token != "--dry-run")], command="sft")
+        return config([kind, *(token for token in argv if token != "--dry-run")], command=kind)
 
     from trainer.config.load import load_config
-    from trainer.config.run import SFTConfig
+    from trainer.config.run import RLConfig, SFTConfig
 
-    loaded = load_config(SFTConfig, argv)  # before torch is imported: a typo costs no waiting
+    # The config is loaded before torch is imported: a typo costs no waiting.
+    if kind == "rl":
+        loaded = load_config(RLConfig, argv)
 
-    from trainer.sft.train import run
+        from trainer.rl.train import run as train_rl
 
-    return run(loaded, owns_process=True)
+        return train_rl(loaded, owns_process=True)
+    loaded = load_config(SFTConfig, argv)
+
+    from trainer.sft.train import run as train_sft
+
+    return train_sft(loaded, owns_process=True)
 
 
 def _print_error(error: TrainerError) -> None:

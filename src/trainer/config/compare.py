@@ -52,6 +52,9 @@ _CONFLICT = (
     "data.batch_size",
     "data.epoch_end",
     "data.shuffle",
+    "envs",
+    "rl.prompts",
+    "rl.samples",
 )
 
 

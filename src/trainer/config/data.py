@@ -35,20 +35,7 @@ class FakeConfig(Section):
     """Ids are drawn from [0, vocab_size)."""
 
 
-class RowsConfig(Section):
-    """How documents are laid out in rows, and rows in micro-batches."""
-
-    seq_len: int = Field(default=2048, ge=2)
-    """Tokens in a row; longer documents are cut at this length."""
-    pack: bool = True
-    """Put several documents into a row (best-fit-decreasing); they never attend to each other."""
-    micro_batch_size: PositiveInt = 1
-    """Rows of one rank in one micro-step; batch_size / (micro_batch_size x ranks) micro-steps make a step, the same step."""
-    log_ids: bool = False
-    """Write the sample ids of every global batch to samples.jsonl."""
-
-
-class DataConfig(RowsConfig):
+class DataConfig(Section):
     """Documents, rows and batches."""
 
     sources: tuple[SourceConfig, ...] = ()
@@ -59,8 +46,14 @@ class DataConfig(RowsConfig):
     """Without `val_sources`: hold this many documents out of the training sources (chosen by `seed`); 0 = none."""
     fake: FakeConfig | None = None
     """Synthetic data for benchmarks ([data.fake])."""
+    seq_len: int = Field(default=2048, ge=2)
+    """Tokens in a row; longer documents are cut at this length."""
+    pack: bool = True
+    """Put several documents into a row (best-fit-decreasing); they never attend to each other."""
     batch_size: PositiveInt = 64
     """Rows in one optimizer step, over all ranks and micro-steps."""
+    micro_batch_size: PositiveInt = 1
+    """Rows of one rank in one micro-step; batch_size / (micro_batch_size x ranks) micro-steps make a step, the same step."""
     epoch_end: Literal["carry", "flush"] = "carry"
     """"carry": batches run on across the end of an epoch; "flush": an epoch's last, shorter batch is applied by itself."""
     shuffle: bool = True
@@ -73,6 +66,8 @@ class DataConfig(RowsConfig):
     """Supervise the prompt of `prompt`+`completion` rows as well."""
     on_bad_row: Literal["fail", "skip"] = "fail"
     """A row that cannot be read or tokenized: "fail" names file and line, "skip" counts it and goes on."""
+    log_ids: bool = False
+    """Write the sample ids of every global batch to samples.jsonl."""
     cache_dir: str | None = None
     """Folder for tokenized data; default $XDG_CACHE_HOME/exact-trainer or ~/.cache/exact-trainer."""
 

@@ -77,16 +77,17 @@ class ObjectiveConfig(Section):
 
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "maxrl"] = "grpo"
     """Baseline and scale of the rewards: "grpo" = (r - mean) / std of the group; "dr_grpo" without the std; "rloo" leave
-    one out; "reinforce_pp" normalised over the whole batch; "maxrl" = (r - mean) / mean."""
+    one out; "reinforce_pp" with the std of the whole batch; "maxrl" = (r - mean) / mean, for rewards from 0."""
     loss: Literal["ppo", "gspo", "cispo", "dppo", "ipo", "reinforce", "custom"] = "ppo"
     """Policy loss: "ppo" clips token ratios, "gspo" sequence ratios, "cispo" clips the weight and keeps the gradient, "dppo"
     and "ipo" mask tokens that moved too far, "reinforce" has no ratio; "custom": `class_path`."""
     class_path: str | None = None
     """loss = "custom": import path of a function like those of trainer.rl.objective, such as "my_package.losses:my_loss"."""
     clip_low: PositiveFloat = 0.2
-    """Ratios below 1 - clip_low get no gradient that lowers them further; for "dppo" and "ipo" the trust region's size."""
+    """Ratios below 1 - clip_low get no gradient that lowers them further; "dppo", "ipo": probabilities that fell by more."""
     clip_high: PositiveFloat = 0.28
-    """Ratios above 1 + clip_high get no gradient that raises them further; larger than clip_low keeps exploration (DAPO)."""
+    """Ratios above 1 + clip_high get no gradient that raises them further; larger than clip_low keeps exploration (DAPO);
+    "dppo", "ipo": probabilities that rose by more."""
     aggregate: Literal["token", "sequence", "constant"] = "token"
     """Weight of a token: 1 / tokens of the batch, 1 / (sequences x tokens of its own), or 1 / (sequences x max_new_tokens)."""
     iterations: PositiveInt = 1
@@ -100,7 +101,7 @@ class ObjectiveConfig(Section):
     kl: NonNegativeFloat = 0.0
     """Weight of the KL divergence to the reference model; 0 = no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of it (Schulman, 2020)."""
+    """Estimator of it (Schulman, 2020): "k2" and "k3" are added to the loss, "k1" is taken off each token's advantage."""
     reference: str | None = None
     """Reference model; by default the one that `model.name` holds."""
     entropy: float = 0.0

@@ -1,7 +1,7 @@
 """Batches as tensors, and how rows of documents are laid out in them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Self
 
@@ -57,6 +57,13 @@ class GlobalBatch:
     documents: int
     tokens: int
     supervised_tokens: int
+    measures: dict[str, float] = field(default_factory=dict)
+    """What was measured while it was made; goes into the step's row of metrics."""
+
+    @property
+    def denominator(self) -> float:
+        """What the summed loss of all ranks is divided by."""
+        return max(1, self.supervised_tokens)
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,21 @@ class _Sampler:
         return self.sequence.batches_from(self.start)
 
 
+@dataclass(frozen=True)
+class _InProcess:
+    """Without loader processes a batch is made when it is asked for: a data loader around that would take longer than a
+    small batch itself."""
+
+    rows: _Rows
+    sampler: _Sampler
+    pin_memory: bool
+
+    def __iter__(self) -> Iterator[tuple[HostBatch, Cursor]]:
+        for item in self.sampler:
+            batch, after = self.rows[item]
+            yield batch.pin_memory() if self.pin_memory else batch, after
+
+
 class BatchLoader:
     """Endless global batches with a resumable cursor.
 
@@ -167,8 +182,11 @@ class BatchLoader:
         )
         self._sampler = _Sampler(self._sequence)
         self._allow = allow
-        self._loader: StatefulDataLoader | None = _loader(
-            _Rows(corpus, config.pack), self._sampler, config.num_workers, pin_memory
+        rows = _Rows(corpus, config.pack)
+        self._loader: StatefulDataLoader | _InProcess | None = (
+            _loader(rows, self._sampler, config.num_workers, pin_memory)
+            if config.num_workers
+            else _InProcess(rows, self._sampler, pin_memory)
         )
         self._iterator: Iterator[tuple[HostBatch, Cursor]] | None = None
         self._cursor = self._before = Cursor()
@@ -263,6 +281,9 @@ class BatchLoader:
             varies = self._sequence.weights is not None and self._sequence.config.pack
             self._rows[epoch] = len(self._sequence.plan(epoch)) if varies or epoch == 0 else self.rows_in_epoch(0)
         return self._rows[epoch]
+
+    def settle(self) -> None:
+        """Nothing is under way that a checkpoint would have to know of."""
 
     def close(self) -> None:
         """Ends the loader processes."""

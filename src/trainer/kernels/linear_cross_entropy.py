@@ -39,16 +39,21 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chun
         scalar, float32 (float64 for float64 inputs). Its graph can be run backward once.
     """
     if chunk_tokens is None:
-        chunk_tokens = max(_MIN_CHUNK_TOKENS, _CHUNK_BYTES // (4 * weight.shape[0]))
+        chunk_tokens = default_chunk_tokens(weight.shape[0])
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens)
     with torch.no_grad():
         return _walk(hidden, weight, labels, chunk_tokens, need_hidden=False, need_weight=False)[0]
 
 
+def default_chunk_tokens(vocab: int) -> int:
+    """Returns how many tokens' logits are held at once: as many as give a 32 MiB buffer in float32, at least 256."""
+    return max(_MIN_CHUNK_TOKENS, _CHUNK_BYTES // (4 * vocab))
+
+
 def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Returns the same sum, from the full logits."""
-    logits = F.linear(hidden, weight).to(_accumulation_dtype(hidden.dtype))
+    logits = F.linear(hidden, weight).to(accumulation_dtype(hidden.dtype))
     return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
 
 
@@ -76,7 +81,7 @@ def _walk(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, *, need_hidden: bool, need_weight: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the loss and, where needed, the gradients of the sum by `hidden` and `weight`."""
-    dtype = _accumulation_dtype(hidden.dtype)
+    dtype = accumulation_dtype(hidden.dtype)
     loss = torch.zeros((), dtype=dtype, device=hidden.device)
     rows = (labels != IGNORED).nonzero().squeeze(1)
     tokens = rows.numel()
@@ -96,7 +101,7 @@ def _walk(
         if grad_inputs is not None:
             torch.mm(logits, weight, out=grad_inputs[start:stop])
         if grad_weight is not None:
-            _accumulate(grad_weight, logits, inputs[start:stop], first=start == 0)
+            accumulate_weight_gradient(grad_weight, logits, inputs[start:stop], first=start == 0)
 
     if grad_inputs is not None and not all_supervised:
         grad_inputs = torch.zeros_like(hidden).index_copy_(0, rows, grad_inputs)
@@ -106,7 +111,7 @@ def _walk(
 def _softmax_loss(logits: Tensor, targets: Tensor, dtype: torch.dtype, *, need_grad: bool) -> Tensor:
     """Returns the chunk's loss and turns `logits` [chunk, V] into their gradient, softmax - onehot, in place."""
     tokens, vocab = logits.shape
-    block = max(1, _CACHE_BYTES // (dtype.itemsize * vocab)) if logits.device.type == "cpu" else tokens
+    block = block_tokens(logits, dtype)
     wide = None if logits.dtype == dtype else logits.new_empty((min(block, tokens), vocab), dtype=dtype)
     loss = torch.zeros((), dtype=dtype, device=logits.device)
     for part, target in zip(logits.split(block), targets.split(block), strict=True):
@@ -122,7 +127,13 @@ def _softmax_loss(logits: Tensor, targets: Tensor, dtype: torch.dtype, *, need_g
     return loss
 
 
-def _accumulate(grad_weight: Tensor, grad_logits: Tensor, inputs: Tensor, *, first: bool) -> None:
+def block_tokens(logits: Tensor, dtype: torch.dtype) -> int:
+    """Returns over how many rows of `logits` [tokens, vocab] one pass in `dtype` goes: what fits the cache, on a GPU all."""
+    tokens, vocab = logits.shape
+    return max(1, _CACHE_BYTES // (dtype.itemsize * vocab)) if logits.device.type == "cpu" else max(1, tokens)
+
+
+def accumulate_weight_gradient(grad_weight: Tensor, grad_logits: Tensor, inputs: Tensor, *, first: bool) -> None:
     """Adds grad_logits.T @ inputs ([V, D]) to `grad_weight`; `first` overwrites, so it needs no zeroing."""
     if grad_logits.dtype == grad_weight.dtype:
         torch.addmm(grad_weight, grad_logits.t(), inputs, beta=0.0 if first else 1.0, out=grad_weight)
@@ -136,5 +147,6 @@ def _accumulate(grad_weight: Tensor, grad_logits: Tensor, inputs: Tensor, *, fir
             grad_weight[rows].add_(tile)
 
 
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns float32, or float64 for float64 inputs."""
     return torch.promote_types(dtype, torch.float32)

@@ -27,6 +27,7 @@ class HFModel(CausalLM):
     def __init__(self, model_dir: Path, compute_dtype: torch.dtype, vocab_size: int = 0):
         super().__init__()
         self.compute_dtype = compute_dtype
+        self.model_dir = model_dir
         config = _load_config(model_dir)
         self.rows_added = max(0, vocab_size - config.vocab_size)
         config.vocab_size += self.rows_added
@@ -52,6 +53,12 @@ class HFModel(CausalLM):
         blocks = [module for module in self._inner.modules() if type(module).__name__ in kinds]
         inner = {id(child) for block in blocks for child in block.modules() if child is not block}
         return [block for block in blocks if id(block) not in inner]
+
+    @property
+    def context_tokens(self) -> int | None:
+        """Longest text in tokens that the config allows; None where it does not say."""
+        limit = getattr(self._inner.config, "max_position_embeddings", None)
+        return limit if isinstance(limit, int) and limit > 0 else None
 
     @property
     def embedding(self) -> nn.Embedding:
@@ -137,7 +144,7 @@ class HFModel(CausalLM):
     def _whole_model(self, seed: int) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "init"))
-            return _from_config(self._inner.config, Path(self._inner.config.name_or_path))
+            return _from_config(self._inner.config, self.model_dir)
 
     def converted_weights(self, model_dir: Path) -> dict[str, Tensor] | None:
         """Lets transformers rename what is in the files (older layouts, fused experts); needs the whole model in memory."""

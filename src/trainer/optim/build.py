@@ -4,8 +4,6 @@ torch makes state lazily in the first `step`. A checkpoint then has nothing to f
 moves Adam's counter. Made here, `state_dict` is complete and the same on all ranks before the first update.
 """
 
-import importlib
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from trainer.config.arguments import parse_arguments
 from trainer.config.train import OptimConfig, SchedulerConfig
+from trainer.core.imports import import_object
 from trainer.errors import ConfigError
 from trainer.optim.groups import decay_groups, muon_groups
 from trainer.optim.muon import Muon
@@ -75,12 +75,8 @@ def _muon(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
 
 def _custom(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
     path = config.class_path or ""
-    module_name, _, class_name = path.rpartition(".")
-    try:
-        cls = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"optim.class_path = {path!r} cannot be imported: {error}") from error
-    arguments = dict(_argument(text) for text in config.args)
+    cls = import_object(path, "optim.class_path")
+    arguments = parse_arguments(config.args, "optim.args")
     try:
         optimizer = cls(groups, lr=config.lr, **arguments)
     except (TypeError, ValueError) as error:
@@ -88,15 +84,6 @@ def _custom(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optim.class_path = {path!r} is no torch.optim.Optimizer")
     return optimizer
-
-
-def _argument(text: str) -> tuple[str, Any]:
-    name, separator, value = text.partition("=")
-    try:
-        return name.strip(), json.loads(value)
-    except json.JSONDecodeError as error:
-        problem = f"{value!r} is not JSON ({error})" if separator else "there is no '='"
-        raise ConfigError(f"optim.args: {text!r} is not name=value: {problem}") from error
 
 
 def _make_adamw_state(optimizer: Optimizer) -> None:

@@ -88,7 +88,13 @@ class Completion:
 
 
 class Generator(Protocol):
-    """A rollout engine, as every rank sees it."""
+    """A rollout engine, as every rank sees it.
+
+    Attributes:
+        overlaps: `update` may be called while another thread is in `generate`; tokens then come from several versions.
+    """
+
+    overlaps: bool
 
     def update(self, version: int) -> None:
         """Serves the model's present weights from now on, as policy `version`. Collective over the ranks."""

@@ -5,6 +5,7 @@ from functools import partial
 from trainer.config.load import Loaded
 from trainer.config.run import SFTConfig
 from trainer.sft.loss import cross_entropy
+from trainer.sft.supply import supply
 from trainer.train import setup
 from trainer.train.loop import fit
 
@@ -20,6 +21,6 @@ def run(loaded: Loaded[SFTConfig], *, owns_process: bool = False) -> int:
         TrainerError: what stands in the way, before or during training.
     """
     loss_function = partial(cross_entropy, chunk_tokens=loaded.config.model.loss_chunk_tokens)
-    with setup.start(loaded, loss_function, owns_process=owns_process) as run:
+    with setup.start(loaded, supply(loss_function), owns_process=owns_process) as run:
         fit(run)
         return setup.finish(run)

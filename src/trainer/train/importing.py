@@ -20,7 +20,8 @@ from trainer.checkpoint.importers.hf_trainer import read_hf
 from trainer.checkpoint.importers.recognise import Kind, recognise
 from trainer.checkpoint.importers.schedules import fitting_schedule, schedule_of_torch
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.config.run import RunConfig, check_steps
+from trainer.config.rules import check_steps
+from trainer.config.run import RunConfig
 from trainer.config.train import CkptConfig
 from trainer.core.distributed import World
 from trainer.data.build import build_data

@@ -8,13 +8,14 @@ from functools import partial
 
 from torch import Tensor
 
+from trainer.checkpoint.retention import BEST_METRICS
 from trainer.core import device as devices
 from trainer.core.log import logger
 from trainer.data.batch import GlobalBatch
 from trainer.errors import TrainingError
 from trainer.train.pending import Row
 from trainer.train.run import Run
-from trainer.train.step import StepResult, evaluate, train_step
+from trainer.train.step import StepResult, train_step
 
 
 def fit(run: Run) -> None:
@@ -36,7 +37,9 @@ def fit(run: Run) -> None:
             row = take_step(run, batch)
             if row is None:
                 return
-            row |= speed(run, batch, time.perf_counter() - started, 1 - done / len(batch.micro_batches))
+            row |= batch.measures | speed(
+                run, batch, time.perf_counter() - started, 1 - done / len(batch.micro_batches)
+            )
             run.log_samples(batch)
             is_last = progress.step == run.max_steps
             if config.val.interval and (progress.step % config.val.interval == 0 or is_last):
@@ -96,7 +99,7 @@ def take_step(run: Run, batch: GlobalBatch) -> dict[str, float] | None:
         _not_finite(run, result, progress.step + 1)
     progress.advance(batch, applied=result.finite)
     run.schedule.apply(progress.step)
-    return {
+    return result.measures | {
         "step": progress.step,
         "loss": result.loss,
         "lr": lr,
@@ -138,7 +141,7 @@ def speed(run: Run, batch: GlobalBatch, seconds: float, share: float) -> dict[st
 
 
 def validate(run: Run, row: Row) -> bool:
-    """Adds the held-out loss to the row. Returns False if a stop came first: then row and checkpoint are written.
+    """Adds what is measured on held-out data to the row. Returns False if a stop came first: then row and checkpoint are written.
 
     Requests are served before each batch. A checkpoint written here knows that its row lacks the validation, and the
     resumed run does that first.
@@ -150,15 +153,15 @@ def validate(run: Run, row: Row) -> bool:
             run.save_before_validation(row)
         return asked.stop
 
-    measured = evaluate(run.model, run.loss_function, run.validation, device=run.device, pause=pause)
+    measured = run.supply.measure(run, pause)
     if measured is None:
         if len(row) > 1:
             run.metrics.log(row)
         run.save_before_validation(row)
         run.pending.row = row
         return False
-    row["val_loss"], row["val_tokens"] = measured
-    run.validated = (run.progress.step, row["val_loss"])
+    row |= measured
+    run.validated = (run.progress.step, {name: measured[name] for name in BEST_METRICS if name in measured})
     return True
 
 

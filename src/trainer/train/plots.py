@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DEFAULT_KEYS = ("loss", "lr", "grad_norm", "tokens_per_second")
+DEFAULT_KEYS = ("reward", "loss", "lr", "grad_norm", "entropy", "completion_tokens", "tokens_per_second")
+"""Drawn where a run has them; reward, entropy and lengths are those of reinforcement learning."""
+_HELD_OUT = {"loss": "val_loss", "reward": "eval_reward"}
+"""What is marked in the panel of what it is the held-out counterpart of."""
 _TITLES = {
     "loss": "loss",
     "lr": "learning rate",
@@ -24,6 +27,7 @@ _TITLES = {
     "step_seconds": "seconds per step",
     "peak_memory_gib": "peak memory (GiB)",
     "val_loss": "validation loss",
+    "completion_tokens": "tokens per completion",
 }
 _COLORS = ("#2f6db5", "#d1495b", "#2a9d8f", "#e08e0b", "#7b5ea7", "#57606a")
 _MANY_ROWS = 80  # more than this: thinner lines, no dots
@@ -79,7 +83,7 @@ def plot_runs(
     labels: Sequence[str] | None = None,
     title: str | None = None,
 ) -> Path:
-    """Draw one panel per key into the PNG ``out`` and return it; the validation loss is marked in the loss panel.
+    """Draw one panel per key into the PNG ``out`` and return it; values on held-out data are marked beside those of training.
 
     The first of several runs is a broad pale line and the others thin lines on top of it, so that runs that coincide
     are seen to. Vertical lines mark resumes; crosses mark steps whose value is NaN or infinite. ``superseded`` adds the
@@ -185,15 +189,15 @@ def _draw(axes: "Axes", key: str, run: RunHistory, index: int, *, several: bool,
         for rows in run.superseded.values():
             axes.plot(*_series(rows, key), color=look["color"], linewidth=1.0, linestyle=":", alpha=0.6, zorder=2)
     axes.plot(*_series(run.rows, key), zorder=3 + index, **look)
-    if key == "loss":
-        _draw_validation(axes, run, index, look["color"], broad=several and index == 0)
+    if key in _HELD_OUT:
+        _draw_validation(axes, run, _HELD_OUT[key], index, look["color"], broad=several and index == 0)
     if bad := _bad_steps(run.rows, key):
         at_bottom = axes.get_xaxis_transform()
         axes.plot(bad, [0.02] * len(bad), "x", color=_BAD, markersize=6, transform=at_bottom, clip_on=False, zorder=30)
 
 
-def _draw_validation(axes: "Axes", run: RunHistory, index: int, color: str, *, broad: bool) -> None:
-    steps, values = _series(run.rows, "val_loss")
+def _draw_validation(axes: "Axes", run: RunHistory, key: str, index: int, color: str, *, broad: bool) -> None:
+    steps, values = _series(run.rows, key)
     size = 6.5 if len(steps) <= 30 else 4.0
     look: dict[str, Any] = {"alpha": 0.45} if broad else {"markeredgecolor": "white", "markeredgewidth": size / 8}
     axes.plot(
@@ -260,7 +264,8 @@ def _legend(axes: "Axes", histories: list[RunHistory], keys: list[str], *, super
         if run.resumed_at:
             label += f" (resumed after step {_listed(run.resumed_at)})"
         handles.append(Line2D([], [], label=label, **_line_look(run, index, several=len(histories) > 1)))
-    if "loss" in keys and any("val_loss" in row for run in histories for row in run.rows):
+    shown = {held_out for key, held_out in _HELD_OUT.items() if key in keys}
+    if any(shown & row.keys() for run in histories for row in run.rows):
         handles.append(Line2D([], [], color="#57606a", linestyle="", marker="D", markersize=6, label="validation"))
     if any(run.resumed_at for run in histories):
         handles.append(Line2D([], [], color="#57606a", linewidth=1.1, linestyle=(0, (4, 3)), label="resume"))

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from trainer.config.compare import Difference, differences
-from trainer.config.run import RunConfig, check_schedule
+from trainer.config.rules import check_schedule
+from trainer.config.run import RL_TABLES, RLConfig, RunConfig, SFTConfig
 from trainer.errors import CheckpointMismatch
 
 C = TypeVar("C", bound=RunConfig)
@@ -26,12 +27,15 @@ GROUP_ENTRIES = {
     "optim.ns_steps": ("ns_steps",),
 }
 
+ORDER = ("data", "seed", "envs", "rl")
+"""Config keys, and tables of them, that decide which samples come in which order."""
+
 # What `ckpt.skip_*` leaves out: the owner that keeps its fresh state, and the config keys that describe it, for which
 # this run's config then wins.
 SKIPPED = {
     "skip_optimizer": ("optimizer", ("optim",)),
     "skip_scheduler": ("schedule", ("scheduler",)),
-    "skip_dataloader": ("data", ("data", "seed")),
+    "skip_dataloader": ("data", ORDER),
     "skip_progress": ("progress", ()),
 }
 
@@ -44,7 +48,7 @@ class ResumePlan:
         differences: every key that differs, and whose value is used.
         keep_group_entries: entries of the optimizer's groups for which this run's config wins.
         override_scheduler: the schedule is this run's, not the checkpoint's.
-        override_data: data keys (and "seed") for which this run's config wins.
+        override_data: keys that decide the order of samples for which this run's config wins.
         skip: owners of the checkpoint's state that are not loaded.
     """
 
@@ -61,8 +65,9 @@ def plan(config: RunConfig, saved: Mapping[str, Any]) -> ResumePlan:
     Raises:
         CheckpointMismatch: the data order or the optimizer would be another one, and no override says so.
     """
+    kind = RLConfig if RL_TABLES & saved.keys() else SFTConfig
     try:
-        before = type(config).model_validate(saved)
+        before = kind.model_validate(saved)
     except ValidationError as error:
         raise CheckpointMismatch(
             f"the checkpoint's config cannot be read by this version: {error.errors()[0]['msg']} "
@@ -71,6 +76,13 @@ def plan(config: RunConfig, saved: Mapping[str, Any]) -> ResumePlan:
     skipped = [SKIPPED[name] for name in SKIPPED if getattr(config.ckpt, name)]
     override = (*(config.resume.override if config.resume else ()), *(key for _, keys in skipped for key in keys))
     skip = frozenset(owner for owner, _ in skipped)
+    if type(before) is not type(config) and not skip >= {"data", "progress"}:
+        was, now = ("reinforcement learning" if isinstance(c, RLConfig) else "fine-tuning" for c in (before, config))
+        raise CheckpointMismatch(
+            f"the checkpoint is of {was}, this run is {now}: its place in the data means nothing here. Take over weights, "
+            "optimizer and schedule alone with --ckpt.skip-dataloader --ckpt.skip-progress in an output_dir of its own "
+            "(and --ckpt.skip-optimizer --ckpt.skip-scheduler to begin those anew as well)"
+        )
     found = differences(before, config, override)
     conflicts = [f"  {difference}" for difference in found if difference.winner == "conflict"]
     if conflicts:
@@ -85,7 +97,7 @@ def plan(config: RunConfig, saved: Mapping[str, Any]) -> ResumePlan:
         differences=tuple(found),
         keep_group_entries=frozenset(kept),
         override_scheduler=any(name.split(".")[0] == "scheduler" for name in override),
-        override_data=frozenset(name for name in override if name.split(".")[0] in ("data", "seed")),
+        override_data=frozenset(name for name in override if name.split(".")[0] in ORDER),
         skip=skip,
     )
 

@@ -10,12 +10,10 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint.app_state import Stateful
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.retention import BEST_METRIC
 from trainer.config.run import RunConfig
 from trainer.core.distributed import World, agree, gather_objects
 from trainer.core.signals import Requests
 from trainer.data.batch import GlobalBatch, global_row_ids
-from trainer.data.loader import BatchLoader
 from trainer.models.base import CausalLM
 from trainer.optim.schedule import ScheduleState
 from trainer.train.boundary import Boundaries
@@ -23,6 +21,7 @@ from trainer.train.metrics import MetricsLog
 from trainer.train.pending import OWNER, Fixed, Pending, cut_of, keeps_gradients
 from trainer.train.progress import Progress
 from trainer.train.step import LossFunction
+from trainer.train.supply import BatchSource, Supply
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -37,9 +36,9 @@ class Run:
         resumed_from: the step a checkpoint was loaded at, or None for a fresh start.
         tokenizer: of the model; None for synthetic data.
         weights: owner of the float32 weights, wherever they are.
-        validation: this rank's held-out batches, always the same.
+        supply: where batches, loss and measurements come from.
         pending: what the checkpoint resumed from left to be finished before the next step.
-        validated: the step of the last validation by this process, and its loss.
+        validated: the step of the last validation by this process, and what `keep_best` goes by.
     """
 
     config: RunConfig
@@ -51,9 +50,7 @@ class Run:
     weights: Stateful
     optimizer: Optimizer
     schedule: ScheduleState
-    loss_function: LossFunction
-    loader: BatchLoader
-    validation: list[GlobalBatch]
+    supply: Supply
     progress: Progress
     checkpoints: CheckpointManager
     pending: Pending
@@ -63,7 +60,16 @@ class Run:
     max_steps: int
     last_step: int
     resumed_from: int | None
-    validated: tuple[int, float] | None = None
+    validated: tuple[int, dict[str, float]] | None = None
+
+    @property
+    def loader(self) -> BatchSource:
+        """Where the batches come from."""
+        return self.supply.batches
+
+    @property
+    def loss_function(self) -> LossFunction:
+        return self.supply.loss_function
 
     def log_samples(self, batch: GlobalBatch) -> None:
         """Writes the ids that the ranks really trained on, gathered from all of them, in the order of the global batch."""
@@ -90,7 +96,7 @@ class Run:
         is done again after a resume.
         """
         before: dict[str, Stateful] = {"data": Fixed(self.loader.state_before())}
-        if not keeps_gradients(self.config):
+        if not (keeps_gradients(self.config) and self.supply.keeps_cycles):
             self._save(before)
             return
         self.pending.micro_step, self.pending.loss_sums = micro_step, gather_objects(loss_sum)
@@ -108,9 +114,10 @@ class Run:
         self, owners: Mapping[str, Stateful], micro_step: int = 0, pending: Mapping[str, Any] | None = None
     ) -> None:
         self.metrics.sync()  # rows first: after a power cut a checkpoint must not be ahead of metrics.jsonl
+        self.loader.settle()
         step, measured = self.progress.step, {}
         if self.validated is not None and self.validated[0] == step:
-            measured = {BEST_METRIC: self.validated[1]}
+            measured = self.validated[1]
         with self.requests.saving(), self.checkpoints.app.joined_by(owners):
             self.checkpoints.save(step, micro_step=micro_step, pending=pending, metrics=measured)
         self.requests.saved()

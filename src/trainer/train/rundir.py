@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainer.config.dump import dump_toml
-from trainer.config.run import RunConfig, is_fork
+from trainer.config.rules import is_fork
+from trainer.config.run import RunConfig
 from trainer.core.distributed import on_main
 from trainer.core.files import write_atomic
 from trainer.core.lock import DirectoryLock

@@ -13,17 +13,13 @@ from trainer.checkpoint.app_state import AppState, Stateful
 from trainer.checkpoint.discovery import Checkpoint
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.config.load import Loaded
-from trainer.config.run import RunConfig, check_steps
+from trainer.config.run import RunConfig
 from trainer.core import device as devices
 from trainer.core import distributed
 from trainer.core.distributed import World, on_main, world_from_env
 from trainer.core.log import logger, setup_logging
 from trainer.core.signals import Requests
-from trainer.data.batch import GlobalBatch
-from trainer.data.build import TrainData, build_data
-from trainer.data.loader import BatchLoader
-from trainer.data.validation import validation_batches
-from trainer.errors import CorruptCheckpoint, DataError, LaunchError
+from trainer.errors import CorruptCheckpoint, LaunchError
 from trainer.models.base import CausalLM
 from trainer.models.build import build_model
 from trainer.models.hf import export_hf
@@ -36,19 +32,18 @@ from trainer.optim.offload.weights import MasterWeights
 from trainer.optim.schedule import ScheduleState
 from trainer.optim.state import OptimizerState
 from trainer.train import resume, rundir
-from trainer.train.boundary import Boundaries
 from trainer.train.metrics import MetricsLog
 from trainer.train.pending import OWNER, Pending, cut_of
 from trainer.train.progress import Progress
 from trainer.train.resume import ResumePlan
 from trainer.train.run import Run
-from trainer.train.step import LossFunction
+from trainer.train.supply import Place, Recipe
 
 C = TypeVar("C", bound=RunConfig)
 
 
 @contextmanager
-def start(loaded: Loaded[C], loss_function: LossFunction, *, owns_process: bool = False) -> Iterator[Run]:
+def start(loaded: Loaded[C], recipe: Recipe, *, owns_process: bool = False) -> Iterator[Run]:
     """Yields the run, resumed if the config says so; closes what it opened, whatever happens inside.
 
     `owns_process`: the process ends with the run; see `Requests`.
@@ -61,12 +56,13 @@ def start(loaded: Loaded[C], loss_function: LossFunction, *, owns_process: bool 
     with distributed.process_group(device, config.runtime.timeout_seconds), rundir.opened(config) as run_dir:
         setup_logging(config.log.level, run_dir / "logs", world.rank)
         with _requests(config, run_dir, world, owns_process) as requests:
-            run = _build_from_sound(loaded, loss_function, world, device, run_dir, requests)
+            run = _build_from_sound(loaded, recipe, world, device, run_dir, requests)
             with run.metrics, run.checkpoints:
                 try:
+                    run.supply.attach(run)
                     yield run
                 finally:
-                    run.loader.close()
+                    run.supply.close()
 
 
 def finish(run: Run) -> int:
@@ -97,7 +93,7 @@ def _requests(config: RunConfig, run_dir: Path, world: World, owns_process: bool
 
 def _build_from_sound(
     loaded: Loaded[C],
-    loss_function: LossFunction,
+    recipe: Recipe,
     world: World,
     device: torch.device,
     run_dir: Path,
@@ -108,7 +104,7 @@ def _build_from_sound(
     while True:
         known = len(damaged)
         try:
-            return _build(loaded, loss_function, world, device, run_dir, requests, damaged)
+            return _build(loaded, recipe, world, device, run_dir, requests, damaged)
         except CorruptCheckpoint:
             if len(damaged) == known:  # nothing new: it was asked for by name
                 raise
@@ -116,7 +112,7 @@ def _build_from_sound(
 
 def _build(
     loaded: Loaded[C],
-    loss_function: LossFunction,
+    recipe: Recipe,
     world: World,
     device: torch.device,
     run_dir: Path,
@@ -133,17 +129,8 @@ def _build(
 
     mesh = distributed.build_mesh(device.type, config.parallel.dp_replicate, config.parallel.dp_shard, world.size)
     tokenizer = load_tokenizer(config.model) if config.data.fake is None else None
-    data = build_data(config.data, tokenizer=tokenizer, seed=config.seed, world=world)
-    loader = BatchLoader(
-        data.train,
-        config.data,
-        seed=config.seed,
-        rank=world.rank,
-        world_size=world.size,
-        allow=plan.override_data,
-        pin_memory=devices.pins_memory(device),
-    )
-    max_steps = _max_steps(config, loader)
+    supply = recipe(Place(config, world, device, mesh, run_dir, tokenizer, plan.override_data))
+    max_steps = supply.max_steps
     vocab_size = len(tokenizer) if tokenizer is not None else 0
     model = build_model(
         config.model,
@@ -167,7 +154,7 @@ def _build(
         "optimizer": OptimizerState(optimizer, keep=plan.keep_group_entries, regroup=regroups),
         "schedule": schedule,
         "progress": progress,
-        "data": loader,
+        "data": supply.batches,
     }
     pending = Pending(optimizer)
     if checkpoint is not None:
@@ -197,13 +184,11 @@ def _build(
         weights=weights,
         optimizer=optimizer,
         schedule=schedule,
-        loss_function=loss_function,
-        loader=loader,
-        validation=_validation(config, data, world),
+        supply=supply,
         progress=progress,
         checkpoints=checkpoints,
         pending=pending,
-        boundaries=_boundaries(config, loader, world),
+        boundaries=supply.boundaries(),
         requests=requests,
         metrics=MetricsLog(
             run_dir,
@@ -258,37 +243,11 @@ def _load(
         checkpoints.load(checkpoint, skip=skip)
 
 
-def _boundaries(config: RunConfig, loader: BatchLoader, world: World) -> Boundaries:
-    rows, batch_size = world.size * config.data.micro_batch_size, config.data.batch_size
-
-    def micro_steps_in(epoch: int) -> int:
-        batches, rest = divmod(loader.rows_in_epoch(epoch), batch_size)
-        return batches * -(-batch_size // rows) + -(-rest // rows)
-
-    return Boundaries(-(-batch_size // rows), config.data.epoch_end, micro_steps_in)
-
-
-def _max_steps(config: RunConfig, loader: BatchLoader) -> int:
-    if config.max_steps is not None:
-        return config.max_steps
-    assert config.epochs is not None  # a config has one of the two
-    max_steps = loader.batches_in_epochs(config.epochs)
-    check_steps(config, max_steps)
-    return max_steps
-
-
-def _validation(config: RunConfig, data: TrainData, world: World) -> list[GlobalBatch]:
-    if not config.val.interval:
-        return []
-    if data.val is None:
-        raise DataError("val.interval is set, but no document is held out: set data.val_sources or data.val_documents")
-    batches = validation_batches(data.val, config.data, config.val, rank=world.rank, world_size=world.size)
-    return list(batches)
-
-
 def _describe(config: RunConfig, state: AppState) -> dict[str, Any]:
     """What a manifest says about the run, beside the state itself."""
-    data = state.owners["data"].state_dict()
+    data = {
+        key: value for key, value in state.owners["data"].state_dict().items() if key in ("version", "cursor", "order")
+    }
     return {"config": config.model_dump(mode="json"), "data": data, "device": config.runtime.device}
 
 

@@ -2,7 +2,10 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +18,22 @@ from trainer.data.batch import GlobalBatch, MicroBatch
 from trainer.optim.clip import clip_gradients
 from trainer.optim.offload.base import OffloadOptimizer, updated_parameters
 
-LossFunction = Callable[[nn.Module, MicroBatch], Tensor]
-"""Returns the sum of the loss over a micro-batch's supervised tokens: 0-dim, float32, differentiable."""
+
+class Measures(Protocol):
+    """What a loss measures beside its value."""
+
+    def __add__(self, other: Self) -> Self:
+        """Joins what two micro-batches have measured."""
+        ...
+
+    def over_ranks(self) -> dict[str, float]:
+        """Returns what goes into the step's row of metrics, from what all ranks have. Collective."""
+        ...
+
+
+LossFunction = Callable[[nn.Module, MicroBatch], Tensor | tuple[Tensor, Measures]]
+"""Returns the sum of the loss over a micro-batch's supervised tokens: 0-dim, float32, differentiable. It may return what
+it measured as well; all micro-batches of a step must do the same."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +41,16 @@ class StepResult:
     """What one step measured, equal on all ranks.
 
     Attributes:
-        loss: mean over the supervised tokens of the global batch, before the update.
+        loss: the summed loss over the batch's denominator (its supervised tokens), before the update.
         grad_norm: global L2 norm before clipping.
         finite: both are finite; when not, no update was applied.
+        measures: what the loss measured beside its value.
     """
 
     loss: float
     grad_norm: float
     finite: bool
+    measures: dict[str, float] = field(default_factory=dict)
 
 
 Pause = Callable[[int, Tensor], bool]
@@ -67,7 +86,7 @@ def train_step(
     Returns:
         What was measured; None if `pause` broke the cycle off, which leaves the gradients where they are.
     """
-    denominator = max(1, batch.supervised_tokens)
+    denominator, measures = batch.denominator, []
     total = torch.full((), loss_sum, dtype=torch.float64, device=device)
     for micro_step, micro_batch in enumerate(batch.micro_batches):
         if micro_step < done:
@@ -76,8 +95,9 @@ def train_step(
             return None
         _reduce_over_replicas(model, micro_step == len(batch.micro_batches) - 1)
         seed_micro_step(seed, step, micro_step, rank)
-        loss = loss_function(model, micro_batch.to(device))
+        loss, measured = _loss_of(loss_function(model, micro_batch.to(device)))
         (loss / denominator).backward()
+        measures += measured
         total += loss.detach()
     mean_loss = sum_over_ranks(total.item())[0] / denominator
     if isinstance(optimizer, OffloadOptimizer):
@@ -88,7 +108,18 @@ def train_step(
     if finite:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss=mean_loss, grad_norm=grad_norm, finite=finite)
+    return StepResult(loss=mean_loss, grad_norm=grad_norm, finite=finite, measures=_joined(measures))
+
+
+def _loss_of(output: Tensor | tuple[Tensor, Measures]) -> tuple[Tensor, list[Measures]]:
+    return (output[0], [output[1]]) if isinstance(output, tuple) else (output, [])
+
+
+def _joined(measures: list[Measures]) -> dict[str, float]:
+    """Returns the measures of all micro-steps and ranks; ranks run equally many micro-steps. Collective if there are any."""
+    if not measures:
+        return {}
+    return reduce(add, measures).over_ranks()
 
 
 def _reduce_over_replicas(model: nn.Module, is_last: bool) -> None:
@@ -118,7 +149,7 @@ def evaluate(
             model.train(was_training)
             return None
         for micro_batch in batch.micro_batches:
-            total += loss_function(model, micro_batch.to(device))
+            total += _loss_of(loss_function(model, micro_batch.to(device)))[0]
     model.train(was_training)
     tokens = sum(batch.supervised_tokens for batch in batches)
     return sum_over_ranks(total.item())[0] / max(1, tokens), tokens

@@ -12,7 +12,7 @@ class Console:
     """``step 12/100  loss 2.3456  lr 1.00e-04  grad_norm 0.87  12.3k tok/s  ETA 1:02``, every ``interval`` steps.
 
     The first and the last step of the process and every step that validated have a line too. With ``quiet`` (a progress
-    bar is on) the lines go to the log file and only those with a validation loss to the terminal as well.
+    bar is on) the lines go to the log file and only those with a measurement on held-out data to the terminal as well.
     """
 
     def __init__(self, *, start_step: int, last_step: int, max_steps: int, interval: int, quiet: bool) -> None:
@@ -26,7 +26,7 @@ class Console:
     def write(self, row: Row) -> None:
         step = row["step"]
         self._eta.update(step)
-        validated = "val_loss" in row
+        validated = "val_loss" in row or "eval_reward" in row
         if step % self._interval and step not in (self._first_step, self._last_step) and not validated:
             return
         line = f"step {step}/{self._max_steps}  {describe(row)}"
@@ -61,13 +61,12 @@ class Eta:
 def describe(row: Row) -> str:
     """The row's main values as text; what it does not have is left out."""
     parts = []
-    for key, spec in (("loss", ".4f"), ("lr", ".2e"), ("grad_norm", ".2f")):
+    for key, spec in (("reward", ".3f"), ("loss", ".4f"), ("lr", ".2e"), ("grad_norm", ".2f")):
         if key in row:
             parts.append(f"{key} {row[key]:{spec}}")
     if "tokens_per_second" in row:
         parts.append(f"{count(row['tokens_per_second'])} tok/s")
-    if "val_loss" in row:
-        parts.append(f"val_loss {row['val_loss']:.4f}")
+    parts += [f"{key} {row[key]:.4f}" for key in ("val_loss", "eval_reward") if key in row]
     return "  ".join(parts)
 
 

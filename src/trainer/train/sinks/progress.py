@@ -48,7 +48,11 @@ class ProgressBar:
         self._progress.stop()
 
     def _status(self, row: Row) -> str:
-        parts = [f"{key} {row[key]:{spec}}" for key, spec in (("loss", ".4f"), ("lr", ".2e")) if key in row]
+        parts = [
+            f"{key} {row[key]:{spec}}"
+            for key, spec in (("reward", ".3f"), ("loss", ".4f"), ("lr", ".2e"))
+            if key in row
+        ]
         if "tokens_per_second" in row:
             parts.append(f"{count(row['tokens_per_second'])} tok/s")
         if (left := self._eta.seconds()) is not None:

@@ -1,0 +1,82 @@
+"""Supervised fine-tuning's side of a run: documents, the cross-entropy, the loss on held-out documents."""
+
+from collections.abc import Callable
+
+from trainer.config.rules import check_steps
+from trainer.config.run import SFTConfig
+from trainer.core import device as devices
+from trainer.core.distributed import World
+from trainer.data.batch import GlobalBatch
+from trainer.data.build import TrainData, build_data
+from trainer.data.loader import BatchLoader
+from trainer.data.validation import validation_batches
+from trainer.errors import DataError
+from trainer.train.boundary import Boundaries
+from trainer.train.run import Run
+from trainer.train.step import LossFunction, evaluate
+from trainer.train.supply import Place, Recipe, Supply
+
+
+class SFTSupply(Supply):
+    """Batches of documents.
+
+    Raises:
+        DataError: the documents cannot be read, or there is none to train or validate on.
+        ConfigError: the schedule does not fit into the steps that `epochs` comes to.
+    """
+
+    keeps_cycles = True
+
+    def __init__(self, place: Place[SFTConfig], loss_function: LossFunction):
+        config, world = place.config, place.world
+        data = build_data(config.data, tokenizer=place.tokenizer, seed=config.seed, world=world)
+        self.loss_function = loss_function
+        self.batches: BatchLoader = BatchLoader(
+            data.train,
+            config.data,
+            seed=config.seed,
+            rank=world.rank,
+            world_size=world.size,
+            allow=place.allow,
+            pin_memory=devices.pins_memory(place.device),
+        )
+        self.max_steps = _max_steps(config, self.batches)
+        self._config, self._world = config, world
+        self._held_out = _validation(config, data, world)
+
+    def boundaries(self) -> Boundaries:
+        config = self._config.data
+        rows, batch_size = self._world.size * config.micro_batch_size, config.batch_size
+
+        def micro_steps_in(epoch: int) -> int:
+            batches, rest = divmod(self.batches.rows_in_epoch(epoch), batch_size)
+            return batches * -(-batch_size // rows) + -(-rest // rows)
+
+        return Boundaries(-(-batch_size // rows), config.epoch_end, micro_steps_in)
+
+    def measure(self, run: Run, pause: Callable[[], bool]) -> dict[str, float] | None:
+        measured = evaluate(run.model, run.loss_function, self._held_out, device=run.device, pause=pause)
+        return None if measured is None else dict(zip(("val_loss", "val_tokens"), measured, strict=True))
+
+
+def supply(loss_function: LossFunction) -> Recipe:
+    """Returns the recipe of supervised fine-tuning with this loss."""
+    return lambda place: SFTSupply(place, loss_function)
+
+
+def _max_steps(config: SFTConfig, loader: BatchLoader) -> int:
+    if config.max_steps is not None:
+        return config.max_steps
+    assert config.epochs is not None  # a config has one of the two
+    max_steps = loader.batches_in_epochs(config.epochs)
+    check_steps(config, max_steps)
+    return max_steps
+
+
+def _validation(config: SFTConfig, data: TrainData, world: World) -> list[GlobalBatch]:
+    if not config.val.interval:
+        return []
+    if data.val is None:
+        raise DataError("val.interval is set, but no document is held out: set data.val_sources or data.val_documents")
+    batches = validation_batches(data.val, config.data, config.val, rank=world.rank, world_size=world.size)
+    return list(batches)

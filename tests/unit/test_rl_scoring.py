@@ -1,0 +1,185 @@
+"""A user's reward function may do anything: it costs its sample and no more. Real processes throughout."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer.config.rl import EnvConfig
+from trainer.errors import TrainingError
+from trainer.rl.envs import load_environments
+from trainer.rl.scoring import Scorer, Stepped
+from trainer.rl.types import Prompt
+
+USER = "support.user_envs"
+CONFIGS = [
+    EnvConfig(name=f"{USER}:Wild", score_seconds=1.0),
+    EnvConfig(name="reverse-text"),
+    EnvConfig(name=f"{USER}:Guess"),
+]
+
+
+@pytest.fixture(scope="module")
+def scorer():
+    with Scorer(load_environments(CONFIGS, 0), 0) as made:
+        yield made
+
+
+def conversation(completion: str, env: int = 0, info: dict | None = None) -> tuple[Prompt, list]:
+    messages = ({"role": "user", "content": "?"},)
+    return Prompt(0, env, 5, messages, info or {}), [*messages, {"role": "assistant", "content": completion}]
+
+
+def processes(mark: str) -> list[int]:
+    """Living processes with `mark` in their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                if mark in (entry / "cmdline").read_text() and "State:\tZ" not in (entry / "status").read_text():
+                    found.append(int(entry.name))
+            except OSError:
+                continue  # it has just ended
+    return found
+
+
+def wait_until(condition, what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def test_what_goes_wrong_costs_its_sample_and_is_told(scorer):
+    words = ["ok", "raise", "nan", "infinite", "text", "none", "exit", "leave", "hang", "ok"]
+    before = scorer.failures[0]
+    results = dict(zip(words, scorer.score([conversation(word) for word in words]), strict=True))
+    assert results["ok"].reward == 0.5 and results["ok"].error is None
+    expected = {
+        "raise": "score() raised ValueError: no such luck (",
+        "nan": "the reward is nan",
+        "infinite": "part 'part' is inf",
+        "text": "expected a number",
+        "none": "expected a number",
+        "exit": "SystemExit: bye",
+        "leave": "ended the scoring process (exit code 7)",
+        "hang": "gave no answer within 1 s",
+    }
+    for word, text in expected.items():
+        error = results[word].error
+        assert results[word].reward is None
+        assert error is not None and text in error and "Wild" in error and "envs.0" in error and "prompt 0:5" in error
+    assert "user_envs.py:" in results["raise"].error and "second line" not in results["raise"].error
+    assert scorer.failures[0] - before == len(expected)
+
+
+def test_answers_come_in_the_order_of_the_requests_across_environments(scorer):
+    asked = [
+        conversation("cba", env=1, info={"answer": "cba"}),
+        conversation("true"),
+        conversation("raise"),
+        conversation("cb", env=1, info={"answer": "cba"}),
+        conversation("numpy"),
+        conversation("7", env=2, info={"number": 7}),
+    ]
+    results = scorer.score(asked)
+    assert [result.reward for result in results] == [1.0, 1.0, None, 2 / 3, 0.25, 1.0]
+    assert results[4].parts == {"half": 0.5}
+    assert results[5].parts == {"turns": 1.0}
+
+
+def test_what_user_code_prints_is_no_answer(scorer):
+    assert [result.reward for result in scorer.score([conversation("print"), conversation("true")])] == [0.75, 1.0]
+
+
+def test_the_process_persists_and_random_numbers_depend_on_the_request_alone(scorer):
+    first, ok, again, other = scorer.score([conversation(w) for w in ("random", "ok", "random", "random 2")])
+    assert (first.reward, first.parts) == (again.reward, again.parts)
+    assert first.reward != other.reward and first.parts != other.parts
+    assert scorer.score([conversation("pid")])[0].reward == scorer.score([conversation("pid")])[0].reward
+
+
+def test_a_hang_takes_its_own_processes_along(scorer):
+    mark = f"grandchild-{os.getpid()}"
+    result = scorer.score([conversation(f"spawn {mark}")])[0]
+    assert "gave no answer" in (result.error or "")
+    wait_until(lambda: not processes(mark), "a process of the reward function is left")
+    assert scorer.score([conversation("ok")])[0].reward == 0.5
+
+
+def test_a_signal_to_the_group_does_not_reach_the_worker(scorer):
+    pid = int(scorer.score([conversation("pid")])[0].reward)
+    assert os.getpgid(pid) != os.getpgrp()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        os.kill(pid, number)
+    assert scorer.score([conversation("pid")])[0].reward == pid
+
+
+def test_a_process_that_was_killed_in_between_costs_no_sample(scorer):
+    pid = int(scorer.score([conversation("pid")])[0].reward)
+    os.kill(pid, signal.SIGKILL)
+    stat = Path(f"/proc/{pid}/stat")  # the state comes after the name; without a command line it may still be ending
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z", "the scoring process lives on")
+    assert scorer.score([conversation("pid")])[0].reward not in (None, pid)
+
+
+def test_steps(scorer):
+    asked = [conversation(said, env=2, info={"number": 7}) for said in ("3", "9", "7", "boom", "word")]
+    replies = scorer.step(asked)
+    assert replies[0] == Stepped([{"role": "user", "content": "too low"}])
+    assert replies[1] == Stepped([{"role": "user", "content": "too high"}])
+    assert replies[2] == Stepped(None)
+    assert "step() raised RuntimeError: step failed" in replies[3].error
+    assert "step() raised ValueError" in replies[4].error
+
+
+def test_closing_ends_the_process_and_a_later_request_starts_another():
+    with Scorer(load_environments(CONFIGS, 0), 0) as scorer:
+        pid = int(scorer.score([conversation("pid")])[0].reward)
+        scorer.close()
+        assert not Path(f"/proc/{pid}").exists()
+        assert int(scorer.score([conversation("pid")])[0].reward) != pid
+
+
+def test_built_in_environments_start_no_process():
+    with Scorer(load_environments([EnvConfig(name="reverse-text")], 0), 0) as scorer:
+        assert scorer.score([conversation("cba", info={"answer": "cba"})])[0].reward == 1.0
+        assert scorer._worker._process is None
+
+
+def test_an_environment_that_loads_here_but_not_there_ends_the_run(tmp_path: Path):
+    file = tmp_path / "moody.py"
+    file.write_text(Path(__file__).parents[1].joinpath("support", "user_envs.py").read_text())
+    environments = load_environments([EnvConfig(name=f"{file}:Double")], 0)
+    file.unlink()
+    with Scorer(environments, 0) as scorer, pytest.raises(TrainingError, match="no file"):
+        scorer.score([conversation("ok")])
+
+
+_PARENT = """
+import sys, time
+from support.user_envs import Wild
+from trainer.config.rl import EnvConfig
+from trainer.rl.envs import load_environments
+from trainer.rl.scoring import Scorer
+from trainer.rl.types import Prompt
+scorer = Scorer(load_environments([EnvConfig(name="support.user_envs:Wild", score_seconds=600)], 0), 0)
+ask = lambda word: scorer.score([(Prompt(0, 0, 0, ()), [{"role": "assistant", "content": word}])])[0]
+print(int(ask("pid").reward), flush=True)
+ask("hang")
+"""
+
+
+def test_a_killed_run_leaves_no_scoring_process():
+    """Even one that hangs, and so never sees that its connection is closed."""
+    parent = subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: pid not in processes("score_worker"), "the scoring process is left")
