@@ -175,7 +175,9 @@ class Bench:
     def manager(self, run_dir: Path, **ckpt: Any) -> tuple[CheckpointManager, Table]:
         """Returns the checkpoints of a run that has this state, and its counter."""
         progress = Table({"step": 0})
-        app = AppState(state=Table(self.state), progress=progress)
+        weights = {name: tensor for name, tensor in self.state.items() if name.endswith(".weight")}
+        rest = {name: tensor for name, tensor in self.state.items() if name not in weights}
+        app = AppState(model=Table(weights), optimizer=Table(rest), progress=progress)
         config = CkptConfig.model_validate({"keep_last": 1, **ckpt})
         return CheckpointManager(run_dir, config, app, describe=lambda: {"config": {}}), progress
 

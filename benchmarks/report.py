@@ -205,6 +205,38 @@ def _loss(result: dict[str, Any]) -> str:
     )
 
 
+def _checkpoint(result: dict[str, Any]) -> str:
+    settings = result["settings"]
+    rows = [
+        [
+            case["case"],
+            case["kind"],
+            f"{case['seconds']:.3f}",
+            f"{case['gb_per_second']:.2f}" if "gb_per_second" in case else "",
+        ]
+        for case in result["cases"]
+    ]
+    figures = [
+        [
+            target["what"],
+            f"{target['value']:.3g}",
+            "" if target["bound"] is None else f"{'≥' if target['at_least'] else '≤'} {target['bound']:g}",
+        ]
+        for target in result["targets"]
+    ]
+    return (
+        "## Checkpoints\n\n"
+        f"A state of {settings['state_bytes'] / 1e9:.2f} GB in {settings['tensors']} tensors (Llama with AdamW). Every save "
+        "ends with fsync, every load begins with a\ncold page cache. Ours writes all that a run's checkpoint has: checksums, "
+        "tables, manifest, commit, retention. *Background* is\n`ckpt.async`: how long training stands still, and when the "
+        "checkpoint is durable while steps go on. Medians; the ratios are\nthose of each round.\n\n"
+        + table(("", "", "seconds", "GB/s"), rows)
+        + "\n"
+        + table(("figure", "median", "bound"), figures)
+        + f"\n{bounds(result)}\n{provenance(result)}"
+    )
+
+
 def _rollout(result: dict[str, Any]) -> str:
     rows = [
         [
@@ -298,6 +330,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "muon": _muon,
     "offload": _offload,
     "startup": _startup,
+    "checkpoint": _checkpoint,
 }
 
 

@@ -67,3 +67,72 @@ def test_e13_the_last_step_is_saved_once(tmp_path):
     assert len({name for rows in epoch for row in rows for name in row}) == 20  # the second epoch, each once
     assert metrics(run_dir)[-1] == metrics(whole)[-1]
     assert "schedule" in differences(checkpoint(whole, 20), checkpoint(run_dir, 20))  # only its horizon, 15
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_d1_a_run_saved_at_an_epochs_end_goes_on_with_the_next_epoch(workers, tmp_path):
+    """20 documents, 2 in a batch, 3 epochs; stopped after the 10 steps of the first."""
+    flags = [*FAKE, "--data.fake.documents=20", "--data.batch-size=2", "--data.micro-batch-size=2", "--max-steps=none"]
+    flags += ["--epochs=3", "--data.log-ids", "--scheduler.type=constant", "--scheduler.warmup-steps=0"]
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    sft(whole, *flags)
+    sft(run_dir, *flags, "--stop-step=10", f"--data.num-workers={workers}")
+    sft(run_dir, *flags, "--resume", f"--data.num-workers={workers}")
+    assert [row["step"] for row in metrics(run_dir)] == list(range(1, 31))
+    assert samples(run_dir) == samples(whole)
+    assert differences(checkpoint(run_dir, 30), checkpoint(whole, 30)) == ""
+
+
+@pytest.mark.parametrize("micro", [8, 4, 2])
+def test_c8_steps_are_updates_whatever_the_accumulation(micro, tmp_path):
+    """grad_accum 1, 2 and 4, saved at 5 and resumed: the next row is 6, the next checkpoint 5 + interval, samples go on."""
+    flags = ["--data.batch-size=8", f"--data.micro-batch-size={micro}", "--max-steps=10", "--val.interval=0"]
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    sft(whole, *flags)
+    sft(run_dir, *flags, "--stop-step=5")
+    assert metrics(run_dir)[-1]["step"] == 5 and steps(run_dir) == [5]
+    before = len(metrics(run_dir))
+    sft(run_dir, *flags, "--resume", "--ckpt.interval=5")
+    assert metrics(run_dir)[before]["step"] == 6 and steps(run_dir) == [5, 10]
+    assert samples(run_dir) == samples(whole)
+    assert metrics(run_dir)[-1] == metrics(whole)[-1]
+
+
+def test_c10_a_checkpoint_holds_what_the_next_step_begins_with(tmp_path):
+    """step_3: counter 3, AdamW's step 3, the schedule's lr at 3, three batches seen, and the weights of step 4's forward."""
+    import torch
+
+    from trainer.checkpoint.layout import read_layout
+    from trainer.checkpoint.storage import load_tensors
+    from trainer.checkpoint.tables import read_tables
+    from trainer.config.load import load_config
+    from trainer.config.run import SFTConfig
+    from trainer.sft.loss import cross_entropy
+    from trainer.train import setup
+    from trainer.train.loop import fit
+
+    run_dir, seen = tmp_path / "run", []
+    argv = [*DEBUG, "--output-dir", str(run_dir), "--ckpt.interval=3", "--max-steps=4", "--val.interval=0"]
+
+    def loss(model, micro_batch):
+        seen.append({name: value.detach().clone() for name, value in model.named_parameters()})
+        return cross_entropy(model, micro_batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(REPO)
+        with setup.start(load_config(SFTConfig, argv), loss) as run:
+            fit(run)
+    directory = checkpoint(run_dir, 3)
+    layout, leaves = read_tables(directory)
+    rows = {row["step"]: row for row in metrics(run_dir)}
+    assert leaves["progress"]["step"] == 3 and leaves["progress"]["samples"] == rows[3]["samples"]
+    groups = leaves["optimizer"]["groups"]
+    assert {group["entries"]["lr"] for group in groups} == {rows[4]["lr"]}
+    names = [name for name in layout if name.startswith("model.") or name.endswith(".step")]
+    state = {name: torch.zeros(layout[name].shape) for name in names}
+    load_tensors(directory, read_layout(directory), state)
+    assert {value.item() for name, value in state.items() if name.endswith(".step")} == {3.0}
+    forward = seen[3 * 4]  # four micro-steps a step
+    weights = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
+    assert weights.keys() == forward.keys()
+    assert all(torch.equal(value, forward[name]) for name, value in weights.items())

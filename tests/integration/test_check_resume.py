@@ -75,6 +75,28 @@ def test_sigterm_and_another_number_of_processes(tmp_path):
     assert found["checkpoint_differences"] == []
 
 
+MUON = ("--optim.type", "muon", "--optim.lr", "0.02", "--optim.adamw-lr", "3e-3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "optimizer", "full"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        MUON,
+        ("--signal", "TERM", "--ckpt.async"),
+        (*MUON, "--signal", "TERM", "--ckpt.on-signal", "now", "--nproc", "2"),
+        (*MUON, "--nproc", "2", "--resume-nproc", "1"),
+    ],
+    ids=["muon", "term-async", "muon-term-now-2", "muon-2-1"],
+)
+def test_muon_and_offload(more, mode):
+    code, found, text = check("--steps", "6", "--at", "3", "--json", "--model.offload", mode, *more)
+    assert code == 0, text
+    assert found["verdict"] == ("within bound" if "--resume-nproc" in more else "exact")
+    assert found["checkpoint_differences"] == []
+
+
 def test_a_run_that_fails_is_no_verdict(tmp_path):
     code, _, text = check("--steps", "4", "--keep", str(tmp_path / "kept"), "--data.seq-len", "2")
     assert code == 2

@@ -129,6 +129,7 @@ def test_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]):
         "step",
         "muon",
         pytest.param("offload", marks=pytest.mark.slow),
+        pytest.param("checkpoint", marks=pytest.mark.slow),
         pytest.param("rollout", marks=pytest.mark.slow),
         pytest.param("loss", marks=pytest.mark.slow),
         pytest.param("peers", marks=pytest.mark.slow),

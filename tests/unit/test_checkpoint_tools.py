@@ -50,9 +50,54 @@ class TestPrune:
         assert steps_of(run_dir) == [4]
         assert (run_dir / "checkpoints/step_00000005").exists() and (run_dir / "checkpoints/step_00000009").exists()
 
+    def test_the_best_can_stay(self, run_dir):
+        run = Run(run_dir)
+        assert run.resume() == 5
+        for loss in (2.0, 1.0, 3.0):
+            run.train()
+            run.manager.save(run.step, metrics={"val_loss": loss})
+        assert main(["prune", str(run_dir), "--keep-last", "1", "--keep-best", "1"]) == 0
+        assert steps_of(run_dir) == [7, 8]
+
+    def test_what_was_set_aside_goes_when_it_is_asked_for(self, run_dir, capsys):
+        """Whole or not; a foreign directory stays there too."""
+        aside = run_dir / "checkpoints/superseded"
+        assert Run(run_dir).resume(step=3) == 3
+        assert sorted(path.name for path in aside.iterdir()) == ["step_00000004", "step_00000005"]
+        (aside / "step_00000005/metadata.json").unlink()
+        (aside / "step_00000004.2.removed-00ff").mkdir()
+        (aside / "mine").mkdir()
+        before = sorted(aside.rglob("*"))
+        assert main(["prune", str(run_dir), "--keep-last", "1"]) == 0
+        assert main(["prune", str(run_dir), "--superseded", "--dry-run"]) == 0
+        assert steps_of(run_dir) == [3] and sorted(aside.rglob("*")) == before
+        capsys.readouterr()
+        assert main(["prune", str(run_dir), "--superseded", "--json"]) == 0
+        said = json.loads(capsys.readouterr().out)
+        assert (said["removed"], said["kept"]) == ([], [3])
+        assert said["directories"] == [
+            "superseded/step_00000004",
+            "superseded/step_00000005",
+            "superseded/step_00000004.2.removed-00ff",
+        ]
+        assert [path.name for path in aside.iterdir()] == ["mine"] and steps_of(run_dir) == [3]
+        (aside / "mine").rmdir()
+        assert main(["prune", str(run_dir), "--superseded"]) == 0
+        assert not aside.exists()
+        assert Run(run_dir).resume() == 3
+
+    def test_what_was_set_aside_stays_while_there_is_nothing_else(self, run_dir, capsys):
+        assert Run(run_dir).resume(step=4) == 4
+        for step in (1, 2, 3, 4):
+            (run_dir / f"checkpoints/step_{step:08d}/manifest.json").unlink()
+        assert main(["prune", str(run_dir), "--superseded"]) == 2
+        assert "no other checkpoint to resume from" in capsys.readouterr().err
+        assert Run(run_dir).resume(dir=str(run_dir / "checkpoints/superseded/step_00000005")) == 5
+
     def test_the_last_one_cannot_be_asked_for(self, run_dir, tmp_path):
         assert main(["prune", str(run_dir), "--keep-last", "0"]) == 2
         assert main(["prune", str(run_dir)]) == 2
+        assert main(["prune", str(run_dir), "--superseded", "--keep-best", "1"]) == 2
         assert main(["prune", str(run_dir / "checkpoints/step_00000003"), "--keep-last", "1"]) == 2
         assert main(["prune", str(tmp_path / "nothing"), "--keep-last", "1"]) == 2
         assert steps_of(run_dir) == [1, 2, 3, 4, 5]

@@ -1,5 +1,6 @@
 """States that must not be gone on from: not finite, or in the middle of a cycle without its gradients."""
 
+import math
 import shutil
 from pathlib import Path
 
@@ -7,8 +8,11 @@ import pytest
 import torch
 
 from support.checkpoints import Run, in_killed_process, steps_of, whole
+from trainer.checkpoint.dcp import DTYPE_NAMES, tensor_bytes
 from trainer.checkpoint.discovery import Status, discover
-from trainer.checkpoint.finite import first_nonfinite
+from trainer.checkpoint.finite import all_finite
+from trainer.checkpoint.staging import Stager
+from trainer.checkpoint.storage import write_shard
 from trainer.cli.ckpt import main as ckpt
 from trainer.errors import CheckpointError
 
@@ -30,27 +34,64 @@ def unsafe(run: Run, kind: str) -> None:
         run.manager.save(run.step, micro_step=2)
 
 
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_state_with_weights_that_are_not_finite_is_never_resumable(value, tmp_path):
-    run = Run(tmp_path)
+def test_a_state_with_weights_that_are_not_finite_is_never_resumable(value, background, tmp_path):
+    run = Run(tmp_path, keep_last=1, **{"async": background})
     run.train(2)
     run.save()
     run.train()
     poison(run, value)
     run.save()
+    poison(run, 1.0)  # what counts is what was written
+    run.manager.close()
     assert states(tmp_path) == {2: Status.COMMITTED, 3: Status.NOT_RESUMABLE}
     assert discover(tmp_path / "checkpoints")[1].reason == "model.0.weight has a value that is not finite"
     assert Run(tmp_path).resume() == 2
 
 
-def test_first_nonfinite():
-    big = torch.full((64,), 3e38)  # finite, and its sum is not
-    state = {"model.a": big, "model.i": torch.ones(2, dtype=torch.int64), "model.e": torch.ones(0)}
-    assert first_nonfinite(state, "model") is None
-    state["optimizer.a"] = torch.tensor([float("nan")])
-    assert first_nonfinite(state, "model") is None
-    state["model.b"] = torch.tensor([1.0, float("inf"), float("-inf")]).bfloat16()
-    assert first_nonfinite(state, "model") == "model.b"
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_every_value_that_is_written_is_looked_at(dtype, copy, tmp_path):
+    """Of tensors that end and begin within the pieces they are written in."""
+    size = (9 << 20) // dtype.itemsize
+    weights = torch.ones(size, dtype=dtype)
+    state = {"model.a": torch.ones(3), "model.b": weights, "model.c": torch.ones(5, dtype=torch.bfloat16)}
+    state |= {"optimizer.a": torch.tensor([float("nan")]), "model.e": torch.ones(0), "model.i": torch.ones(2).int()}
+    assert looked_at(state, copy, tmp_path / "sound") is None
+    for place in (0, size // 2, size - 5, size - 1):
+        weights[place] = float("-inf")
+        assert looked_at(state, copy, tmp_path / str(place)) == "model.b"
+        weights[place] = 1.0
+
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_what_is_a_number_is_what_torch_says(dtype):
+    """Over all bit patterns of the small dtypes, and those beside the edges of the large ones."""
+    bits = 8 * dtype.itemsize
+    exponent = 1 << (bits - 1)
+    edges = {int(torch.tensor(x, dtype=dtype).view(_INTEGERS[bits]).item()) for x in (0.0, 1.0, float("nan"))}
+    largest = torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(_INTEGERS[bits]).item()
+    edges |= {int(largest) + k for k in (-1, 0, 1, 2)}
+    patterns = range(-exponent, exponent) if bits <= 16 else [*edges, *(e - exponent for e in edges), -1]
+    for pattern in patterns:
+        value = torch.tensor([pattern], dtype=_INTEGERS[bits]).view(dtype)
+        assert all_finite(DTYPE_NAMES[dtype], tensor_bytes(value)) == math.isfinite(value.item()), pattern
+
+
+_INTEGERS = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+
+
+def looked_at(state: dict[str, torch.Tensor], copy: bool, directory: Path) -> str | None:
+    directory.mkdir()
+    stager = Stager(copy=copy)
+    try:
+        return write_shard(directory, stager.stage(state), finite="model").not_finite
+    finally:
+        stager.close()
 
 
 @pytest.mark.parametrize("kind", ["not finite", "mid-cycle"])

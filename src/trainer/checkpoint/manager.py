@@ -5,6 +5,7 @@ Every method is collective: all ranks call it, rank 0 looks at the file system, 
 
 import copy
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -22,16 +23,15 @@ from trainer.checkpoint.app_state import AppState, attempt
 from trainer.checkpoint.background import BackgroundWriter
 from trainer.checkpoint.dcp import DTYPE_NAMES
 from trainer.checkpoint.discovery import Candidate, Checkpoint, Status, discover, inspect_step, locate, newest_first
-from trainer.checkpoint.finite import first_nonfinite
 from trainer.checkpoint.leaves import load_leaves
 from trainer.checkpoint.manifest import Manifest, check_bytes
 from trainer.checkpoint.paths import CHECKPOINTS, SUPERSEDED, is_shard, step_name
 from trainer.checkpoint.retention import plan_removals
 from trainer.checkpoint.staging import Shard, Stager
-from trainer.checkpoint.storage import global_bytes
+from trainer.checkpoint.storage import Written, global_bytes
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.tables import JSON_TENSOR
-from trainer.core.distributed import gather_objects, on_main, world_from_env
+from trainer.core.distributed import on_main, world_from_env
 from trainer.core.files import FileRecord
 from trainer.core.log import logger
 from trainer.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from trainer.config.train import CkptConfig, ResumeConfig
+
+WEIGHTS = "model"
+"""The owner of the weights: one that is not finite makes a state that is never resumed from."""
 
 
 class CheckpointManager:
@@ -109,9 +112,6 @@ class CheckpointManager:
         state = self.app.state_dict()
         self._check_step(step, state)
         self.app.check_agreement(state)
-        if (found := next(filter(None, gather_objects(first_nonfinite(state, "model"))), None)) is not None:
-            resumable, reason = False, f"{found} has a value that is not finite"
-            logger.error(f"step {step}: {reason}; the checkpoint is written and never resumed from")
         shard, run = attempt("preparing the save", lambda: (self._stager.stage(state), self._description()))
         dtypes = Counter(DTYPE_NAMES[tensor.dtype] for tensor in state.values())
         manifest = Manifest(
@@ -149,10 +149,14 @@ class CheckpointManager:
         """The part of a save that may run beside the training: nothing here reads the live state."""
         started = time.perf_counter()
 
-        def describe(files: Mapping[str, FileRecord]) -> Manifest:
-            return replace(manifest, files=files)
+        def describe(written: Written) -> Manifest:
+            if written.not_finite is None:
+                return replace(manifest, files=written.files)
+            reason = f"{written.not_finite} has a value that is not finite"
+            logger.error(f"step {manifest.step}: {reason}; the checkpoint is written and never resumed from")
+            return replace(manifest, files=written.files, resumable=False, reason=reason)
 
-        path = self.store.write(manifest.step, shard, needed_bytes, describe, group=group)
+        path = self.store.write(manifest.step, shard, needed_bytes, describe, finite=WEIGHTS, group=group)
         on_main(self._apply_retention, group=group)
         logger.debug(f"{path} is committed, {needed_bytes / 2**20:.0f} MiB in {time.perf_counter() - started:.2f} s")
 
@@ -339,9 +343,11 @@ class CheckpointManager:
             logger.info(f"checkpoints: {name} is newer than the resumed step {step}: moved to superseded/")
 
     def _is_own(self, path: str | Path) -> bool:
-        run_dir, place = self.run_dir.resolve(), Path(path).resolve()
-        checkpoints = run_dir / CHECKPOINTS
-        return place in (run_dir, checkpoints) or place.parent in (checkpoints, checkpoints / SUPERSEDED)
+        own = [self.run_dir, self.run_dir / CHECKPOINTS, self.run_dir / CHECKPOINTS / SUPERSEDED]
+        # Each may be a link to another disk. Not Path.resolve, which fails where links go round in a circle.
+        run_dir, *places = (Path(os.path.realpath(directory)) for directory in own)
+        place = Path(os.path.realpath(path))
+        return place in (run_dir, places[0]) or place.parent in places
 
     def _candidates(self, resume: "ResumeConfig") -> tuple[list[Candidate], bool, Path]:
         """Returns the candidates in the order to try, whether they were named explicitly, and where they were found."""

@@ -21,7 +21,7 @@ MAX_TABLE_BYTES = 512 << 20
 
 _STEP = re.compile(r"step_(\d{8,})")
 _TEMPORARY = re.compile(r"step_\d{8,}\.tmp-[0-9a-f]+")
-_REMOVED = re.compile(r"step_\d{8,}\.removed-[0-9a-f]+")
+_REMOVED = re.compile(r"step_\d{8,}(\.\d+)?\.removed-[0-9a-f]+")
 _REPLACED = re.compile(r"step_(\d{8,})\.replaced-[0-9a-f]+")
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SHARD = re.compile(r"rank_\d{5,}\.safetensors")

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 
 from trainer.checkpoint.discovery import Candidate, Status
+from trainer.checkpoint.paths import SUPERSEDED
+from trainer.errors import CheckpointError
 
 BEST_METRICS = {"val_loss": 1, "eval_reward": -1}
 """What `keep_best` goes by, times the factor that makes the lowest the best; a run measures one of them."""
@@ -36,6 +38,22 @@ def plan_removals(
     kept = set(order[-keep_last:]) | {step for step in order if keep_every and step % keep_every == 0}
     kept.update(_best(steps, keep_best or 0))
     return [steps[step] for step in order if step not in kept]
+
+
+def plan_superseded(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Returns what was set aside when the run went back to an older step, oldest first; what is foreign stays.
+
+    Raises:
+        CheckpointError: beside it the run has nothing to resume from.
+    """
+    candidates = list(candidates)
+    doomed = [c for c in candidates if c.path.parent.name == SUPERSEDED and c.status is not Status.FOREIGN]
+    if doomed and not any(c.status is Status.COMMITTED for c in candidates):
+        raise CheckpointError(
+            f"{doomed[0].path.parent} stays: the run has no other checkpoint to resume from "
+            f"(--resume.dir {doomed[-1].path} takes this one)"
+        )
+    return doomed
 
 
 def _best(steps: Mapping[int, Candidate], count: int) -> list[int]:

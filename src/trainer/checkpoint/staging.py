@@ -8,6 +8,7 @@ the training goes on, and nothing that it does can reach the checkpoint.
 
 import math
 import mmap
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -26,12 +27,13 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from trainer.checkpoint.dcp import DTYPE_NAMES, as_bytes, dcp_errors, tensor_bytes
+from trainer.checkpoint.finite import FiniteCheck
 from trainer.checkpoint.layout import Chunk, Layout, TensorLayout, entry_name, safetensors_header
 from trainer.checkpoint.paths import shard_name
 from trainer.checkpoint.tables import JSON_TENSOR
 from trainer.core import device as devices
 from trainer.core.distributed import gather_objects
-from trainer.core.files import xxh3_bytes
+from trainer.core.files import PIECE_BYTES, xxh3_bytes
 from trainer.errors import CheckpointError
 
 _COPY_BYTES = 16 << 20  # a thread's share at a time
@@ -79,17 +81,43 @@ class Shard:
     block: np.ndarray | None
     """Their copy: uint8 [plan.size_bytes], the file with room for its header."""
 
-    def parts(self) -> Iterator[memoryview]:
-        """Yields the bytes of the file from front to back; live tensors are brought to the host one at a time."""
+    def parts(self, check: FiniteCheck | None = None) -> Iterator[memoryview]:
+        """Yields the bytes of the file from front to back, a piece at a time; `check` sees each before it is yielded.
+
+        Live tensors are brought to the host one at a time.
+        """
         header, _ = safetensors_header([entry.header for entry in self.plan.entries], self.plan.room_bytes)
         if self.block is None:
             yield memoryview(header)
-            for tensor in self.tensors:
-                yield tensor_bytes(tensor.detach().cpu().contiguous())
+            for entry, tensor in zip(self.plan.entries, self.tensors, strict=True):
+                data = tensor_bytes(tensor.detach().cpu().contiguous())
+                for start in range(0, len(data), PIECE_BYTES):
+                    piece = data[start : start + PIECE_BYTES]
+                    if check is not None:
+                        check.look(entry.name, entry.dtype, piece)
+                    yield piece
         else:
             file = self.block.data
             file[: len(header)] = header
-            yield file
+            for start in range(0, len(file), PIECE_BYTES):
+                if check is not None:
+                    self._look(file, start, start + PIECE_BYTES, check)
+                yield file[start : start + PIECE_BYTES]
+
+    def _look(self, file: memoryview, start: int, end: int, check: FiniteCheck) -> None:
+        """Shows `check` what of the tensors lies between two places of the file.
+
+        No element lies on both sides: tensors and pieces begin at multiples of their element's size.
+        """
+        entries = self.plan.entries
+        index = max(0, bisect_right(entries, start, key=lambda entry: entry.chunk.start) - 1)
+        while index < len(entries) and entries[index].chunk.start < end:
+            entry, chunk = entries[index], entries[index].chunk
+            if check.wants(entry.name):
+                check.look(
+                    entry.name, entry.dtype, file[max(start, chunk.start) : min(end, chunk.start + chunk.size_bytes)]
+                )
+            index += 1
 
 
 class Stager:

@@ -10,6 +10,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from trainer.checkpoint.dcp import DTYPES, dcp_errors, error_text, tensor_bytes
+from trainer.checkpoint.finite import FiniteCheck
 from trainer.checkpoint.layout import Chunk, Layout, dump_layout
 from trainer.checkpoint.paths import METADATA, open_inside, os_errors, read_exactly
 from trainer.checkpoint.staging import Shard, Stager
@@ -41,8 +43,22 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def write_shard(directory: Path, shard: Shard, *, group: "ProcessGroup | None" = None) -> dict[str, FileRecord]:
-    """Writes every rank's shard, and on rank 0 the table of all; collective. Returns the records of all files.
+@dataclass(frozen=True)
+class Written:
+    """What all ranks together wrote; the same on every rank."""
+
+    files: Mapping[str, FileRecord]
+    """By name."""
+    not_finite: str | None = None
+    """A tensor of the owner that was looked at, with a NaN or an infinity in it."""
+
+
+def write_shard(
+    directory: Path, shard: Shard, *, finite: str | None = None, group: "ProcessGroup | None" = None
+) -> Written:
+    """Writes every rank's shard, and on rank 0 the table of all; collective.
+
+    finite: an owner whose tensors are looked at on the way: whether each of their values is a number.
 
     What a rank wrote is on its disk when it returns. `group`: the ranks' group of the calling thread.
 
@@ -50,13 +66,13 @@ def write_shard(directory: Path, shard: Shard, *, group: "ProcessGroup | None" =
         CheckpointError: on every rank, if any rank failed; names the rank, the file, and the reason.
     """
     written: dict[str, FileRecord] = {}
-    failure = None
+    failure, check = None, FiniteCheck(finite) if finite is not None else None
     try:
         plan = shard.plan
         if plan.entries:
             path = directory / plan.file
             with os_errors(f"cannot write {path}"), DurableFile(path, plan.size_bytes) as file:
-                for part in shard.parts():
+                for part in shard.parts(check):
                     file.write(part)
                 written[plan.file] = file.finish()
         if plan.layout:
@@ -65,14 +81,16 @@ def write_shard(directory: Path, shard: Shard, *, group: "ProcessGroup | None" =
                 written[METADATA] = write_new(path, dump_layout(plan.layout))
     except Exception as error:
         failure = error
-    outcomes = gather_objects((written, None if failure is None else error_text(failure)), group=group)
-    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text is not None]
+    outcome = (written, check.found if check else None, None if failure is None else error_text(failure))
+    outcomes = gather_objects(outcome, group=group)
+    failed = [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(outcomes) if text is not None]
     if failed:
         raise CheckpointError(f"cannot write the checkpoint {directory.name}: {'; '.join(failed)}") from failure
-    return {name: record for part, _ in outcomes for name, record in sorted(part.items())}
+    files = {name: record for part, _, _ in outcomes for name, record in sorted(part.items())}
+    return Written(files, next((found for _, found, _ in outcomes if found is not None), None))
 
 
-def save_tensors(directory: Path, state: Mapping[str, Tensor]) -> dict[str, FileRecord]:
+def save_tensors(directory: Path, state: Mapping[str, Tensor]) -> Mapping[str, FileRecord]:
     """Writes `state` into `directory`; collective. Returns the records of all files; their bytes are synced.
 
     state: flat names -> plain tensors (equal on all ranks) or DTensors, on any device.
@@ -80,7 +98,7 @@ def save_tensors(directory: Path, state: Mapping[str, Tensor]) -> dict[str, File
     Raises:
         CheckpointError: on every rank, if any rank failed; names the rank, the tensor or file, and the reason.
     """
-    return write_shard(directory, Stager(copy=False).stage(state))
+    return write_shard(directory, Stager(copy=False).stage(state)).files
 
 
 def load_tensors(

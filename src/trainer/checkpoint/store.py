@@ -12,7 +12,7 @@ All ranks call `write`; everything else runs on rank 0 alone, through `on_main`.
 import fcntl
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,10 +31,9 @@ from trainer.checkpoint.paths import (
     step_of,
 )
 from trainer.checkpoint.staging import Shard
-from trainer.checkpoint.storage import write_shard
+from trainer.checkpoint.storage import Written, write_shard
 from trainer.core import files
 from trainer.core.distributed import on_main
-from trainer.core.files import FileRecord
 from trainer.core.log import logger
 from trainer.errors import CheckpointError, CorruptCheckpoint
 
@@ -55,14 +54,16 @@ class CheckpointStore:
         step: int,
         shard: Shard,
         needed_bytes: int,
-        describe: Callable[[Mapping[str, FileRecord]], Manifest],
+        describe: Callable[[Written], Manifest],
         *,
+        finite: str | None = None,
         group: "ProcessGroup | None" = None,
     ) -> Path:
         """Writes and commits a checkpoint; collective. Returns its directory once it is durable.
 
         needed_bytes: of all shards together.
-        describe: makes the manifest from the records of all files; called on rank 0.
+        describe: makes the manifest of what was written; called on rank 0.
+        finite: an owner whose tensors are looked at, as `write_shard` does.
         group: the ranks' group of the calling thread.
 
         Raises:
@@ -72,8 +73,8 @@ class CheckpointStore:
         temporary = None
         try:
             temporary = on_main(self._begin, step, needed_bytes, group=group)
-            records = write_shard(temporary, shard, group=group)
-            return on_main(self._commit, temporary, step, lambda: describe(records), group=group)
+            written = write_shard(temporary, shard, finite=finite, group=group)
+            return on_main(self._commit, temporary, step, lambda: describe(written), group=group)
         except RuntimeError as error:
             self._discard(temporary)
             raise lost_each_other(f"cannot write the checkpoint of step {step}", error) from error
@@ -178,10 +179,19 @@ class CheckpointStore:
         Raises:
             CheckpointError: it, or what is left of it, could not be removed.
         """
-        doomed = path.with_name(f"{path.name}.removed-{secrets.token_hex(4)}")
         with os_errors(f"cannot remove {path}"):
-            files.rename(path, doomed)
+            doomed = path
+            if not is_removed(path.name):  # else a removal that was interrupted: go on with it
+                doomed = path.with_name(f"{path.name}.removed-{secrets.token_hex(4)}")
+                files.rename(path, doomed)
             files.remove_tree(doomed, MANIFEST)
+
+    def remove_empty_superseded(self) -> None:
+        """Removes superseded/ itself once nothing is left in it."""
+        place = self.directory / SUPERSEDED
+        with os_errors(f"cannot remove {place}"):
+            if place.is_dir() and not any(place.iterdir()):
+                place.rmdir()
 
     def tidy(self) -> list[str]:
         """Ends what a crash interrupted: puts a replaced checkpoint back, removes leftovers. Returns what was done.

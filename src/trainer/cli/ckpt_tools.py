@@ -30,8 +30,12 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
     prune = commands.add_parser("prune", help="remove old checkpoints of a run by the rule of [ckpt]")
     prune.add_argument("run_dir", metavar="RUN", help="a run's output directory, or its checkpoints directory")
-    prune.add_argument("--keep-last", type=_positive, required=True, metavar="N", help="the newest N resumable stay")
+    prune.add_argument("--keep-last", type=_positive, metavar="N", help="the newest N resumable stay")
     prune.add_argument("--keep-every", type=_positive, metavar="M", help="steps that are multiples of M stay as well")
+    prune.add_argument("--keep-best", type=_positive, metavar="K", help="and the K with the lowest val_loss")
+    prune.add_argument(
+        "--superseded", action="store_true", help="remove what was set aside when the run went back to an older step"
+    )
     prune.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
     prune.add_argument("--json", action="store_true", help="print JSON")
     prune.set_defaults(run=_prune)
@@ -146,25 +150,33 @@ def _json_report(report: "Report") -> dict[str, Any]:
 
 def _prune(arguments: argparse.Namespace) -> int:
     from trainer.checkpoint.discovery import Status, discover, locate
-    from trainer.checkpoint.retention import plan_removals
+    from trainer.checkpoint.retention import plan_removals, plan_superseded
 
+    if arguments.keep_last is None and (arguments.keep_every or arguments.keep_best or not arguments.superseded):
+        raise CheckpointError("prune needs --keep-last N, which says how many stay in any case, or --superseded alone")
     directory, is_run = locate(arguments.run_dir)
     if not is_run:
         raise CheckpointError(f"{arguments.run_dir} is a single checkpoint; prune takes a run")
-    candidates = discover(directory)
-    plan = plan_removals(candidates, keep_last=arguments.keep_last, keep_every=arguments.keep_every)
+    candidates = discover(directory, superseded=arguments.superseded)
+    rule = {"keep_last": arguments.keep_last, "keep_every": arguments.keep_every, "keep_best": arguments.keep_best}
+    plan = plan_removals(candidates, **rule)
     removed = {candidate.path for candidate in plan}
     kept = [c.step for c in candidates if c.status is Status.COMMITTED and c.path not in removed]
-    if not arguments.dry_run and plan:
+    plan += plan_superseded(candidates) if arguments.superseded else []
+    if not arguments.dry_run:
         from trainer.checkpoint.store import CheckpointStore
 
         store = CheckpointStore(directory)
         for candidate in plan:
             store.remove(candidate.path)
+        if arguments.superseded:
+            store.remove_empty_superseded()
     size_bytes = sum(candidate.manifest.size_bytes for candidate in plan if candidate.manifest)
     if arguments.json:
-        steps = [candidate.step for candidate in plan]
-        print_json({"removed": steps, "kept": kept, "size_bytes": size_bytes, "dry_run": arguments.dry_run})
+        names = [str(candidate.path.relative_to(directory)) for candidate in plan]
+        steps = [candidate.step for candidate in plan if candidate.path in removed]
+        found = {"removed": steps, "directories": names, "kept": kept, "size_bytes": size_bytes}
+        print_json(found | {"dry_run": arguments.dry_run})
         return 0
     verb = "would remove" if arguments.dry_run else "removed"
     for candidate in plan:

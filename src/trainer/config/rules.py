@@ -232,11 +232,13 @@ def _resume_rules(c: "RunConfig") -> Iterator[Broken]:
 def is_fork(config: "RunConfig") -> bool:
     """Whether the run begins from another run's checkpoint, in a directory of its own."""
     source = config.resume.dir if config.resume else None
-    return source is not None and not _inside(source, config.output_dir)
+    # checkpoints/ may be a link to another disk
+    own = (config.output_dir, os.path.join(config.output_dir, "checkpoints"))
+    return source is not None and not any(_inside(source, directory) for directory in own)
 
 
 def _inside(path: str, directory: str) -> bool:
-    path, directory = os.path.abspath(path), os.path.abspath(directory)
+    path, directory = os.path.realpath(path), os.path.realpath(directory)
     return os.path.commonpath([path, directory]) == directory
 
 

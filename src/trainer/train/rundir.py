@@ -2,13 +2,16 @@
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from trainer.config.dump import dump_toml
 from trainer.config.rules import is_fork
 from trainer.config.run import RunConfig
+from trainer.core.distributed import on_main
 from trainer.core.files import write_atomic
+from trainer.core.lock import DirectoryLock
 from trainer.errors import LaunchError
 
 
@@ -18,26 +21,65 @@ def is_used(run_dir: Path) -> bool:
     return (run_dir / "metrics.jsonl").exists() or (checkpoints.is_dir() and any(checkpoints.iterdir()))
 
 
-def prepare(config: RunConfig) -> Path:
-    """Makes the directory of a run and returns it. Call on one rank.
+@contextmanager
+def opened(config: RunConfig) -> Iterator[Path]:
+    """Yields the directory of a run, made and held by rank 0 while the block runs; collective.
 
     Raises:
-        LaunchError: a fresh run or a fork would write into another run's directory, or it cannot be made.
+        LaunchError: on every rank; a fresh run or a fork would write into another run's directory, another process
+            trains in it, or it cannot be made.
     """
-    run_dir = Path(config.output_dir)
-    if is_used(run_dir) and (config.resume is None or is_fork(config)):
-        if not config.overwrite:
-            raise LaunchError(
-                f"{run_dir} already holds a run. Continue it with --resume, move it aside with --overwrite, "
-                f"or choose another --output-dir"
-            )
-        run_dir.rename(_free_name(run_dir))
+    lock = DirectoryLock()
     try:
-        for folder in (run_dir, run_dir / "checkpoints", run_dir / "logs"):
-            folder.mkdir(parents=True, exist_ok=True)
+        yield on_main(_prepare, config, lock)
+    finally:
+        lock.release()
+
+
+def _prepare(config: RunConfig, lock: DirectoryLock) -> Path:
+    run_dir = Path(config.output_dir)
+    _refuse_another_run(config, run_dir)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        _hold(lock, run_dir)
+        _refuse_another_run(config, run_dir)  # it may have come while this process waited
+        if _is_another_run(config, run_dir):
+            _move_aside(run_dir, lock)
+        for folder in (run_dir / "checkpoints", run_dir / "logs"):
+            folder.mkdir(exist_ok=True)
     except OSError as error:
-        raise LaunchError(f"cannot make the run directory {run_dir}: {error.strerror}") from error
+        raise LaunchError(f"cannot make the run directory {run_dir}: {error.strerror} ({error.filename})") from error
     return run_dir
+
+
+def _is_another_run(config: RunConfig, run_dir: Path) -> bool:
+    return is_used(run_dir) and (config.resume is None or is_fork(config))
+
+
+def _refuse_another_run(config: RunConfig, run_dir: Path) -> None:
+    if not config.overwrite and _is_another_run(config, run_dir):
+        raise LaunchError(
+            f"{run_dir} already holds a run. Continue it with --resume, move it aside with --overwrite, "
+            f"or choose another --output-dir"
+        )
+
+
+def _hold(lock: DirectoryLock, run_dir: Path) -> None:
+    holder = lock.acquire(run_dir)
+    if holder is not None:
+        raise LaunchError(
+            f"{run_dir} is in use by {holder}: two processes must not write to one run. End that one, or choose another "
+            "--output-dir"
+        )
+
+
+def _move_aside(run_dir: Path, lock: DirectoryLock) -> None:
+    """Gives the directory another name, and makes and holds a new one in its place."""
+    aside = _free_name(run_dir)
+    run_dir.rename(aside)
+    lock.moved(aside)
+    run_dir.mkdir(exist_ok=True)
+    _hold(lock, run_dir)
 
 
 def _free_name(run_dir: Path) -> Path:
@@ -51,11 +93,24 @@ def write_identity(config: RunConfig, origins: Mapping[str, str], run_dir: Path)
     """Writes config.toml and returns the id of the run in this directory, made once and kept over all resumes.
 
     Call on one rank.
+
+    Raises:
+        LaunchError: a file cannot be written, or run.json is damaged.
     """
-    write_atomic(run_dir / "config.toml", dump_toml(config, origins).encode())
     path = run_dir / "run.json"
-    if path.exists():
-        return json.loads(path.read_text())["run_id"]
-    identity = {"run_id": secrets.token_hex(4)}
-    write_atomic(path, (json.dumps(identity) + "\n").encode())
-    return identity["run_id"]
+    try:
+        write_atomic(run_dir / "config.toml", dump_toml(config, origins).encode())
+        if not path.exists():
+            write_atomic(path, (json.dumps({"run_id": secrets.token_hex(4)}) + "\n").encode())
+        run_id = json.loads(path.read_text())["run_id"]
+    except OSError as error:
+        raise LaunchError(
+            f"cannot write to the run directory {run_dir}: {error.strerror} ({error.filename})"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise LaunchError(
+            f"{path} is damaged ({error!r}): it holds the run's id. Remove it, and the run gets a new one (a new run in W&B)"
+        ) from error
+    if not isinstance(run_id, str):
+        raise LaunchError(f"{path} is damaged: run_id is {run_id!r}, no text; remove it, and the run gets a new one")
+    return run_id

@@ -55,8 +55,7 @@ def start(loaded: Loaded[C], recipe: Recipe, *, owns_process: bool = False) -> I
     setup_logging(config.log.level, rank=world.rank)
     device = devices.select_device(config.runtime.device, world)
     devices.configure(device, threads=config.runtime.threads, deterministic=config.runtime.deterministic, world=world)
-    with distributed.process_group(device, config.runtime.timeout_seconds):
-        run_dir = on_main(rundir.prepare, config)
+    with distributed.process_group(device, config.runtime.timeout_seconds), rundir.opened(config) as run_dir:
         setup_logging(config.log.level, run_dir / "logs", world.rank)
         with _requests(config, run_dir, world, owns_process) as requests:
             run = _build_from_sound(loaded, recipe, world, device, run_dir, requests)
