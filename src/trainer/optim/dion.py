@@ -219,7 +219,7 @@ def _mesh(parameter: Tensor) -> DeviceMesh | None:
 
 def _check(group: dict[str, Any], parameter: Tensor) -> None:
     """Raises TrainingError for what our Muon takes and dion does not."""
-    sizes = tuple(group["split_sizes"] or ())
+    sizes: tuple[int, ...] = tuple(group["split_sizes"] or ())
     problem = None
     if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1 and not parameter.device_mesh.mesh_dim_names:
         problem = "lies on a mesh whose dimensions have no names"
