@@ -29,7 +29,7 @@ def model(tmp_path_factory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("world_size", [1])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_d11_losses_are_bit_equal_after_a_save_in_and_at_the_end_of_an_epoch(model, world_size, tmp_path):
     flags = [*FLAGS, "--model.name", str(model)]
     whole, run_dir, dry = tmp_path / "whole", tmp_path / "run", tmp_path / "dry"

@@ -86,9 +86,10 @@ class HFModel(CausalLM):
                 "set data.pack = false"
             )
         if not self._logits_checked:
-            self._check_logits(
-                {name: value[:1, :2] if isinstance(value, Tensor) else value for name, value in arguments.items()}
-            )
+            # Not on the batch's own tokens: a row of padding can have an embedding of zeros, which nothing enlarges.
+            ids = torch.tensor([[self.vocab_size // 2, self.vocab_size // 3]], device=input_ids.device)
+            positions = {"position_ids": torch.arange(2, device=ids.device)[None]} if self._takes_positions else {}
+            self._check_logits({"input_ids": ids, "use_cache": False} | positions)
         hidden = self._inner.base_model(**arguments)[0]
         weight = self.output.weight.to(hidden.dtype)
         return F.linear(hidden, weight) if head is None else head(hidden, weight)
