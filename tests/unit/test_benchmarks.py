@@ -114,7 +114,7 @@ def test_cases_are_valid_configs():
 def test_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main(["stepp"])
-    assert "startup, packing, loss, rollout, step, peers" in capsys.readouterr().err
+    assert "startup, packing, loss, rollout, grpo, step, peers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -124,6 +124,7 @@ def test_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]):
         "packing",
         "step",
         pytest.param("rollout", marks=pytest.mark.slow),
+        pytest.param("grpo", marks=pytest.mark.slow),
         pytest.param("loss", marks=pytest.mark.slow),
         pytest.param("peers", marks=pytest.mark.slow),
     ],
