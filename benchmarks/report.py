@@ -249,7 +249,13 @@ def _grpo(result: dict[str, Any]) -> str:
     ]
     head = ("model", "threads", "ours, seconds", *(f"{name}, seconds" for name in peers))
     saves = [
-        [f"`{case['case']}`", name, f"{found['groups']:.0f}", f"{found['save_bytes'] / 2**20:.2f}", f"{found['save_seconds']:.4f}"]
+        [
+            f"`{case['case']}`",
+            name,
+            f"{found['groups']:.0f}",
+            f"{found['save_bytes'] / 2**20:.2f}",
+            f"{found['save_seconds']:.4f}",
+        ]
         for case in result["cases"]
         if "saves" in case
         for name, found in case["saves"].items()
@@ -261,7 +267,8 @@ def _grpo(result: dict[str, Any]) -> str:
         "loop of `trainer rl` with its scoring process and its files; TRL's is `GRPOTrainer` with\ntransformers' `generate`, "
         "without a reference model, with two sizes of its micro-steps. Bound against the faster one: 1.5.\n\n"
         + table((*head, *(f"speed, ours / {name}" for name in peers)), rows)
-        + "\nA checkpoint between two steps: the batch at hand is in every one, with `rl.max_lag = 1` the groups that wait too.\n\n"
+        + "\nA checkpoint between two steps: the batch at hand is in every one, with `rl.max_lag = 1` "
+        "those that wait too.\n\n"
         + table(("model", "rollouts in it", "groups", "MiB", "seconds"), saves)
         + f"\n{bounds(result)}\n{provenance(result)}"
     )

@@ -77,7 +77,14 @@ def test_a_batch_without_a_trained_rollout_is_kept_over_its_iterations(tmp_path)
     assert len(list((tmp_path / "a" / "rollouts").iterdir())) == 2
 
 
-MIXED = ("--objective.sft", "0.3", "--data.sources.0.path", "configs/debug/assets/reverse.jsonl", "--data.batch-size", "4")
+MIXED = (
+    "--objective.sft",
+    "0.3",
+    "--data.sources.0.path",
+    "configs/debug/assets/reverse.jsonl",
+    "--data.batch-size",
+    "4",
+)
 
 
 @pytest.mark.parametrize("flags", [MIXED, (*MIXED, "--objective.iterations", "2"), (*MIXED, "--rl.max-lag", "1")])
@@ -92,7 +99,9 @@ def test_mixed_in_examples_resume_exactly(flags, tmp_path):
 def test_a_teacher_is_told_apart_by_its_tokenizer(tmp_path):
     rl(tmp_path / "other", *SHORT, "--model.name", "configs/debug/assets/tiny-llama", "--max-steps", "1")
     teacher = tmp_path / "other" / "weights"
-    with pytest.raises(ModelError, match=rf"objective.teacher = '{teacher}' cannot be used: its tokenizer has other ids"):
+    with pytest.raises(
+        ModelError, match=rf"objective.teacher = '{teacher}' cannot be used: its tokenizer has other ids"
+    ):
         rl(tmp_path / "run", *SHORT, "--objective.distill", "0.5", "--objective.teacher", str(teacher))
     with pytest.raises(ModelError, match="objective.reference = '/no/such' cannot be used"):
         rl(tmp_path / "run2", *SHORT, "--objective.kl", "0.5", "--objective.reference", "/no/such")
@@ -130,3 +139,17 @@ def test_queued_groups_survive_another_lag_and_another_batch_size(tmp_path):
     numbers = [sorted({row["number"] for row in read(path)}) for path in files]
     assert numbers == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14], [15, 16, 17]]
     assert all(row["staleness_max"] == 0 for row in metrics(tmp_path / "run")[2:])
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_ranks_without_a_prompt_of_their_own_step_with_the_others(prompts, tmp_path):
+    """Two ranks, fewer or an odd number of prompts: the same rollouts as on one, and an exact resume."""
+    flags = (*SHORT, "--rl.prompts", str(prompts), "--rl.max-lag", "1", "--max-steps", "3")
+    rl(tmp_path / "one", *flags)
+    rl(tmp_path / "a", *flags, world_size=2)
+    rl(tmp_path / "b", *flags, "--stop-step", "1", world_size=2)
+    rl(tmp_path / "b", *flags, "--resume", world_size=2)
+    assert differences(checkpoint(tmp_path / "a", 3), checkpoint(tmp_path / "b", 3)) == ""
+    assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
+    first = [read(tmp_path / name / "rollouts" / "step_00000001.jsonl") for name in ("one", "a")]
+    assert [row["completion"] for row in first[0]] == [row["completion"] for row in first[1]]

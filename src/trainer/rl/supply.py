@@ -180,7 +180,10 @@ class RLSupply(Supply):
         folder = resolve_model_dir(config.name)
         if not (folder / "tokenizer.json").exists():
             return
-        ids, own = load_tokenizer(config.model_copy(update={"tokenizer": None})).get_vocab(), self._tokenizer.get_vocab()
+        ids, own = (
+            load_tokenizer(config.model_copy(update={"tokenizer": None})).get_vocab(),
+            self._tokenizer.get_vocab(),
+        )
         differing = sum(ids.get(token) != number for token, number in own.items())
         if differing:
             raise ModelError(
