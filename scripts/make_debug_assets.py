@@ -20,7 +20,7 @@ from trainer.rl.builtin_envs import ReverseText
 
 CONVERSATIONS = 200
 VOCABULARY = 384
-REVERSED = 2000
+REVERSED = 4000
 END, START, STOP, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>"
 
 CHAT_TEMPLATE = (
@@ -31,6 +31,15 @@ CHAT_TEMPLATE = (
     "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+# For a model whose tokens are characters every word of a template is ten tokens.
+SHORT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_start|>' }}{% endif %}"
+    "{% endfor %}"
 )
 
 WORDS = "apple river stone cloud bread light horse green paper music winter garden silver window button candle".split()
@@ -107,12 +116,15 @@ def main(directory: Path) -> None:
     conversations = [conversation(draw) for _ in range(CONVERSATIONS)]
     _write_rows(directory / "chat.jsonl", conversations)
     tokenizer = train_tokenizer([message["content"] for messages in conversations for message in messages])
-    _write_model(directory / "tiny-llama", tokenizer, hidden_size=64, layers=2, max_length=256)
+    _write_model(directory / "tiny-llama", tokenizer, CHAT_TEMPLATE, hidden_size=64, layers=2, max_length=256)
     _write_rows(directory / "reverse.jsonl", reversed_texts())
-    _write_model(directory / "letters-llama", character_tokenizer(), hidden_size=128, layers=3, max_length=128)
+    letters = character_tokenizer()
+    _write_model(directory / "letters-llama", letters, SHORT_TEMPLATE, hidden_size=128, layers=3, max_length=128)
 
 
-def _write_model(model_dir: Path, tokenizer: Tokenizer, *, hidden_size: int, layers: int, max_length: int) -> None:
+def _write_model(
+    model_dir: Path, tokenizer: Tokenizer, chat_template: str, *, hidden_size: int, layers: int, max_length: int
+) -> None:
     model_dir.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(model_dir / "tokenizer.json"))
     token_id = {token: tokenizer.token_to_id(token) for token in (END, STOP)}
@@ -127,7 +139,7 @@ def _write_model(model_dir: Path, tokenizer: Tokenizer, *, hidden_size: int, lay
             "pad_token": END,
             "unk_token": UNKNOWN if tokenizer.token_to_id(UNKNOWN) is not None else None,
             "additional_special_tokens": [START],
-            "chat_template": CHAT_TEMPLATE,
+            "chat_template": chat_template,
         },
     )
     _write(

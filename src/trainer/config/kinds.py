@@ -1,5 +1,6 @@
 """Which kind of run a config is for, where the command does not say it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config.run import RL_TABLES, RLConfig, RunConfig, SFTConfig
@@ -8,7 +9,7 @@ KINDS: dict[str, type[RunConfig]] = {"sft": SFTConfig, "rl": RLConfig}
 """The command that trains with it -> the root of its configs."""
 
 
-def kind_of(argv: list[str]) -> str:
+def kind_of(argv: Sequence[str]) -> str:
     """Returns "rl" if a file or a flag of `argv` names a table that only reinforcement learning has, else "sft".
 
     What is wrong with the arguments is not told here: loading them as that kind does.
@@ -16,7 +17,7 @@ def kind_of(argv: list[str]) -> str:
     return "rl" if RL_TABLES & {*_of_files(argv), *_of_flags(argv)} else "sft"
 
 
-def _of_files(argv: list[str]) -> set[str]:
+def _of_files(argv: Sequence[str]) -> set[str]:
     import tomllib
 
     tables: set[str] = set()
@@ -31,6 +32,6 @@ def _of_files(argv: list[str]) -> set[str]:
     return tables
 
 
-def _of_flags(argv: list[str]) -> set[str]:
+def _of_flags(argv: Sequence[str]) -> set[str]:
     flags = (token[2:].partition("=")[0] for token in argv if token.startswith("--"))
     return {flag.removeprefix("no-").split(".")[0].replace("-", "_") for flag in flags}

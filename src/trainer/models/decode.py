@@ -6,7 +6,7 @@ other slots, and every `step` reads one more token of the first slots and return
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -107,7 +107,8 @@ class CachedDecoding(Decoding):
     def __init__(self, model: Decoder, weights: DecoderWeights):
         """`weights`: read anew in every call, so their values may change in place in between."""
         self.context_tokens = model.spec.max_positions
-        self._spec, self._rotary, self._choice = model.spec, model.model.rotary_emb, model.attention
+        self._spec, self._rotary = model.spec, model.model.rotary_emb
+        self._choice: Literal["auto", "sdpa", "varlen"] = model.attention
         self._weights = weights
         self._device, self._dtype = weights.embedding.device, model.compute_dtype
         # On CPU three products beat the fused kernel three times over, if keys lie with a head's positions side by side.

@@ -1,6 +1,8 @@
 """A model's weights as generation reads them: those in training themselves, or one plain copy that is filled anew."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.models.decoder import Decoder
 from trainer.models.hf_model import HFModel
+from trainer.models.layers import Block
 
 Affine = tuple[Tensor, Tensor | None]
 """(weight [out, in], bias [out] or None)"""
@@ -61,14 +64,15 @@ def copy_whole(model: nn.Module, targets: dict[str, Tensor]) -> None:
     for name, tensor in [*model.named_parameters(), *buffers]:
         value, target = tensor.detach(), targets[name]
         if isinstance(value, DTensor):
-            value = value.to(target.dtype).full_tensor()  # rounded before it is sent: half the bytes in bfloat16
+            rounded = value.to(target.dtype)  # before it is sent: half the bytes in bfloat16
+            value = cast(DTensor, rounded).full_tensor()
         target.copy_(value)
 
 
 def shared_weights(model: Decoder) -> DecoderWeights:
     """Returns the model's own parameters, which must be plain and have the compute dtype."""
     layers = []
-    for block in model.model.layers:
+    for block in cast(Iterable[Block], model.model.layers):
         attention, mlp = block.self_attn, block.mlp
         layers.append(
             LayerWeights(

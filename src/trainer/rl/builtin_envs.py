@@ -15,9 +15,8 @@ _INTEGER = re.compile(r"-?\d+")
 class ReverseText(Environment):
     """ "Reverse: abc" wants "cba".
 
-    The reward is the share of the answer that is right from its start: the length of the common prefix of completion and
-    answer, divided by the length of the longer one. It is 1 for the exact answer and only for that. Whitespace around
-    the completion does not count.
+    The reward is the share of places at which completion and answer have the same letter, of those of the longer one. It
+    is 1 for the exact answer and only for that. Whitespace around the completion does not count.
 
     Args:
         min_length, max_length: letters of the text, from a to z.
@@ -119,8 +118,7 @@ def _without_zeros(integer: str) -> str:
 
 
 def _graded(found: Sequence[str], wanted: Sequence[str], exact_only: bool) -> Score:
-    same = next((place for place, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), None)
-    common = min(len(found), len(wanted)) if same is None else same
-    share = common / max(len(found), len(wanted))
+    right = sum(a == b for a, b in zip(found, wanted, strict=False))
+    share = right / max(len(found), len(wanted))
     exact = float(share == 1.0)
     return Score(exact if exact_only else share, {"exact": exact})
