@@ -297,6 +297,43 @@ def _muon(result: dict[str, Any]) -> str:
     )
 
 
+def _grpo(result: dict[str, Any]) -> str:
+    settings = result["settings"]
+    steps = [case for case in result["cases"] if "saves" not in case]
+    peers = [name for name in (steps[0] if steps else {}) if name.startswith("TRL")]
+    rows = [
+        [f"`{case['case']}`", str(case["threads"]), _seconds(case["ours"])]
+        + [_seconds(case[name]) for name in peers]
+        + [_ratio(case[f"ours / {name}"]) for name in peers]
+        for case in steps
+    ]
+    head = ("model", "threads", "ours, seconds", *(f"{name}, seconds" for name in peers))
+    saves = [
+        [
+            f"`{case['case']}`",
+            name,
+            f"{found['groups']:.0f}",
+            f"{found['save_bytes'] / 2**20:.2f}",
+            f"{found['save_seconds']:.4f}",
+        ]
+        for case in result["cases"]
+        if "saves" in case
+        for name, found in case["saves"].items()
+    ]
+    return (
+        "## A GRPO step\n\n"
+        f"{settings['prompts']} prompts x {settings['samples']} completions of at most {settings['max_new_tokens']} tokens, "
+        f"vocabulary {settings['vocab_size']}, {settings['dtype']}; generation, scoring, one optimizer\nstep. Ours is the whole "
+        "loop of `trainer rl` with its scoring process and its files; TRL's is `GRPOTrainer` with\ntransformers' `generate`, "
+        "without a reference model, with two sizes of its micro-steps. Bound against the faster one: 1.5.\n\n"
+        + table((*head, *(f"speed, ours / {name}" for name in peers)), rows)
+        + "\nA checkpoint between two steps: the batch at hand is in every one, with `rl.max_lag = 1` "
+        "those that wait too.\n\n"
+        + table(("model", "rollouts in it", "groups", "MiB", "seconds"), saves)
+        + f"\n{bounds(result)}\n{provenance(result)}"
+    )
+
+
 def _offload(result: dict[str, Any]) -> str:
     rows = [
         [
@@ -321,6 +358,10 @@ def _offload(result: dict[str, Any]) -> str:
     )
 
 
+def _seconds(entry: dict[str, float]) -> str:
+    return f"{entry['step_seconds']:.3f}"
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "step": _step,
     "peers": _peers,
@@ -329,6 +370,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "rollout": _rollout,
     "muon": _muon,
     "offload": _offload,
+    "grpo": _grpo,
     "startup": _startup,
     "checkpoint": _checkpoint,
 }

@@ -98,7 +98,7 @@ def packed_weights(model: Decoder, device: torch.device) -> DecoderWeights:
     embedding = packer.take("model.embed_tokens.weight")
     layers = [packer.layer(f"model.layers.{number}") for number in range(model.spec.num_layers)]
     norm = packer.take("model.norm.weight")
-    head = embedding if model.tied else packer.take("lm_head.weight")
+    head = embedding if model.tied else packer.take("lm_head.weight", turned=True)
     return DecoderWeights(embedding, layers, norm, head, packer.targets)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainer.config.run import RLConfig
 from trainer.core.distributed import gather_objects
+from trainer.core.log import logger
 from trainer.data.batch import GlobalBatch, MicroBatch
 from trainer.data.loader import BatchLoader
 from trainer.models.base import CausalLM
@@ -57,6 +58,8 @@ class RolloutBatches:
         batch = self.source.next_groups(step)
         seconds = time.perf_counter() - started
         trained, total_weight, values = self._prepare(batch)
+        if not trained:
+            _warn_of_nothing(batch, step + 1)
         config = self._place.config
         laid = lay_out(
             trained,
@@ -133,9 +136,9 @@ class RolloutBatches:
             for (name, rollout, value), weight in zip(members, weights, strict=True)
         ]
         if batch.old_logprobs is not None:
-            ends = np.cumsum([t.rollout.ids.size for t in trained])
-            for part, member in zip(np.split(batch.old_logprobs, ends[:-1]), trained, strict=True):
-                member.old_logprobs = part
+            ends = np.cumsum([t.rollout.ids.size for t in trained], dtype=np.int64)
+            for member, end in zip(trained, ends, strict=True):
+                member.old_logprobs = batch.old_logprobs[end - member.rollout.ids.size : end]
         return trained, total or 1.0, values
 
     def _add_logprobs(self, laid: RolloutBatch, batch: Batch, trained: list[TrainedRollout]) -> None:
@@ -170,6 +173,14 @@ class RolloutBatches:
             found |= {f"filtered/{reason}": count for reason, count in batch.filtered.items()}
             found["stale"] = self.source.buffer.stale
         return found
+
+
+def _warn_of_nothing(batch: Batch, step: int) -> None:
+    """A run that learns nothing shall not look like one that does."""
+    why = [f"{count} groups were left out as {reason!r}" for reason, count in batch.filtered.items()]
+    if masked := sum(len(group.rollouts) for group in batch.groups):
+        why.append(f"{masked} rollouts were cut or not scored")
+    logger.warning("step {} has nothing to train on: {}", step, ", ".join(why) or "no rollouts came")
 
 
 def _by_rollout(laid: RolloutBatch, trained: Sequence[TrainedRollout]) -> np.ndarray:

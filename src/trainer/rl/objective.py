@@ -7,6 +7,7 @@ In the formulas A is a token's advantage, r = exp(logprobs - old_logprobs), sg[.
 its condition holds.
 """
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from trainer.config.rl import ObjectiveConfig
 from trainer.core.imports import import_object
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, TrainingError
 from trainer.rl.measures import Measures
 
 _MAX_LOG_RATIO = 20.0
@@ -243,10 +244,11 @@ def objective(tokens: TokenBatch, config: ObjectiveConfig) -> tuple[Tensor, Meas
 
     Raises:
         ConfigError: a custom loss cannot be imported or returns something else than it should.
+        TrainingError: a custom loss failed.
         ValueError: the config has a term whose tensor is missing.
     """
     tokens = _neutral_outside_mask(tokens)
-    policy = policy_function(config)(replace(tokens, advantages=token_advantages(tokens, config)), config)
+    policy = _policy_loss(replace(tokens, advantages=token_advantages(tokens, config)), config)
     _check(policy, tokens, config)
     loss = policy.loss
     if config.old_logprobs == "trainer" and config.importance_cap is not None:
@@ -280,6 +282,24 @@ def aggregation(
     if aggregate == "sequence":
         return [1.0 / count if count else 0.0 for count in tokens_per_sequence], float(len(trained))
     return [1.0 / max_new_tokens if count else 0.0 for count in tokens_per_sequence], float(len(trained))
+
+
+def _policy_loss(tokens: TokenBatch, config: ObjectiveConfig) -> PolicyLoss:
+    function = policy_function(config)
+    if config.loss != "custom":
+        return function(tokens, config)
+    try:
+        return function(tokens, config)
+    except Exception as error:
+        raise TrainingError(
+            f"objective.class_path = {config.class_path!r} failed at {_line_of(error)}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _line_of(error: Exception) -> str:
+    """The innermost line of the traceback, as path:number."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"
 
 
 def _given(tokens: TokenBatch, name: str) -> Tensor:

@@ -112,7 +112,7 @@ def lay_out(
         tokens=spec.tokens,
         supervised_tokens=supervised,
         total_weight=total_weight,
-        places=_places(micro_rows, flat.lengths),
+        places=_places(micro_rows, flat.lengths) if laid else [[]],
     )
 
 

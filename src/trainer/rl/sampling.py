@@ -3,9 +3,13 @@
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.rl.types import Sampling
+
+_BLOCK = 64  # tokens
+_BELOW_ONE = 1.0 - 2.0**-53
 
 
 def uniforms(seed: int, count: int) -> npt.NDArray[np.float64]:
@@ -29,14 +33,37 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, T
     """
     if sampling.temperature not in (0, 1):
         logits = logits / sampling.temperature
+    if sampling.temperature and not sampling.top_k and sampling.top_p == 1:
+        return _draw_from_all(logits, uniform)
     logprobs = logits.log_softmax(-1)
     if sampling.temperature == 0:
         ids = logits.argmax(-1, keepdim=True)
-    elif sampling.top_k or sampling.top_p < 1:
-        ids = _draw_from_top(logprobs, sampling, uniform[:, None])
     else:
-        ids = _invert(logprobs.exp(), uniform[:, None])
+        ids = _draw_from_top(logprobs, sampling, uniform[:, None])
     return ids.squeeze(-1), logprobs.gather(-1, ids).squeeze(-1)
+
+
+def _draw_from_all(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """As `draw` from the whole vocabulary. One pass makes the weights, a second sums them by blocks; the running sum is
+    only ever taken over the blocks and within a single one."""
+    rows, vocab = logits.shape
+    largest = logits.amax(-1, keepdim=True)
+    weights = (logits - largest).exp_()
+    if vocab % _BLOCK:
+        weights = F.pad(weights, (0, -vocab % _BLOCK))
+    blocks = weights.view(rows, -1, _BLOCK)
+    sums = blocks.sum(-1).double()
+    cumulative = sums.cumsum(-1)
+    total = cumulative[:, -1:]
+    target = uniform[:, None] * total
+    block = torch.searchsorted(cumulative, target, right=True).clamp_(max=blocks.shape[1] - 1)
+    own = sums.gather(-1, block)
+    # What is left of the uniform number within the block; by its own sum, so that rounding cannot lead past its end.
+    rest = ((target - (cumulative.gather(-1, block) - own)) / own).clamp_(0.0, _BELOW_ONE)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
+    ids = (block * _BLOCK + _invert(inside, rest)).clamp_(max=vocab - 1)
+    logprobs = (logits.gather(-1, ids) - largest).double() - total.log()
+    return ids.squeeze(-1), logprobs.float().squeeze(-1)
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:

@@ -95,12 +95,17 @@ class Scorer:
             reply = self._worker.ask(loaded, task, prompt, messages)
         if "error" not in reply:
             return reply
+        return {"error": self.lose(prompt, reply["error"])}
+
+    def lose(self, prompt: Prompt, why: str) -> str:
+        """Counts a lost sample of `prompt`, tells the first ones, and returns what to tell of it."""
+        loaded = self.environments[prompt.env]
         self.failures[prompt.env] += 1
-        error = f"environment {loaded.config.name!r} (envs.{loaded.position}), prompt {prompt.id}: {reply['error']}"
+        error = f"environment {loaded.config.name!r} (envs.{loaded.position}), prompt {prompt.id}: {why}"
         if self.failures[prompt.env] <= _WARNINGS:
             more = "" if self.failures[prompt.env] < _WARNINGS else "; further ones are counted, not told"
             logger.warning("a sample is left out: {}{}", error, more)
-        return {"error": error}
+        return error
 
 
 class _Gone(Exception):

@@ -6,15 +6,18 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from trainer.config.model import ModelConfig
 from trainer.config.rl import ObjectiveConfig
 from trainer.config.run import RLConfig
 from trainer.core.distributed import gather_objects
 from trainer.data.batch import MicroBatch
 from trainer.data.build import build_data
 from trainer.data.loader import BatchLoader
+from trainer.errors import ModelError
 from trainer.models.base import CausalLM
 from trainer.models.build import build_model
 from trainer.models.files import resolve_model_dir
+from trainer.models.tokenizer import load_tokenizer
 from trainer.rl.batch import RolloutMicroBatch
 from trainer.rl.batches import ExampleMicroBatch, RolloutBatches
 from trainer.rl.engines import build_engine
@@ -22,6 +25,7 @@ from trainer.rl.envs import load_environments
 from trainer.rl.episodes import evaluate_groups, rollouts
 from trainer.rl.loss import policy_loss
 from trainer.rl.measures import Measures
+from trainer.rl.objective import policy_function
 from trainer.rl.prompts import PromptSequence
 from trainer.rl.rendering import Renderer, stop_ids
 from trainer.rl.scoring import Scorer
@@ -72,6 +76,7 @@ class RLSupply(Supply):
         order = self.prompts.fingerprint | {"rl.prompts": r.prompts, "rl.samples": r.samples}
         source = RolloutSource(config, place.world, order=order, keep=self._why_left_out, allow=place.allow)
         self.batches = RolloutBatches(source, place, self.renderer, self.names, examples)
+        policy_function(config.objective)  # a custom loss that does not exist is told now
         self._tokenizer, self._world = place.tokenizer, place.world
         self._scorer: Scorer | None = None
         self._engine: Generator | None = None
@@ -151,22 +156,40 @@ class RLSupply(Supply):
         """Returns the reference and the teacher, where the objective asks for them."""
         objective, models = self.config.objective, {}
         if objective.kl:
-            models["ref_logprobs"] = self._frozen(run, objective.reference or self.config.model.name)
+            models["ref_logprobs"] = self._frozen(run, "reference", objective.reference or self.config.model.name)
         if objective.teacher is not None:
-            models["teacher_logprobs"] = self._frozen(run, objective.teacher)
+            models["teacher_logprobs"] = self._frozen(run, "teacher", objective.teacher)
         return models
 
-    def _frozen(self, run: Run, name: str) -> CausalLM:
+    def _frozen(self, run: Run, key: str, name: str) -> CausalLM:
         own = self.config.model
         config = own.model_copy(update={"name": name, "random_init": own.random_init and name == own.name})
-        model = build_model(
-            config,
-            mesh=self._place.mesh,
-            device=run.device,
-            seed=self.config.seed,
-            vocab_size=len(self._tokenizer) if self._tokenizer is not None else 0,
-        )
+        vocab_size = len(self._tokenizer)
+        try:
+            if name != own.name:
+                self._check_vocabulary(config)
+            model = build_model(
+                config, mesh=self._place.mesh, device=run.device, seed=self.config.seed, vocab_size=vocab_size
+            )
+        except ModelError as error:
+            raise ModelError(f"objective.{key} = {name!r} cannot be used: {error}") from error
         return model.requires_grad_(False).eval()
+
+    def _check_vocabulary(self, config: ModelConfig) -> None:
+        """Raises `ModelError` if the model came with a tokenizer that means other tokens by the same ids."""
+        folder = resolve_model_dir(config.name)
+        if not (folder / "tokenizer.json").exists():
+            return
+        ids, own = (
+            load_tokenizer(config.model_copy(update={"tokenizer": None})).get_vocab(),
+            self._tokenizer.get_vocab(),
+        )
+        differing = sum(ids.get(token) != number for token, number in own.items())
+        if differing:
+            raise ModelError(
+                f"its tokenizer has other ids than the policy's for {differing} of {len(own)} tokens, so its "
+                f"log-probabilities would be those of other texts; take a model with the same tokenizer"
+            )
 
 
 def _loss(
