@@ -1,5 +1,5 @@
 """Write configs/debug/assets: a tiny Llama's config and byte-level tokenizer, and 200 short conversations; and for
-reinforcement learning a Llama whose tokens are characters, and examples of texts reversed.
+reinforcement learning a Llama whose tokens are characters, and sloppy examples of texts reversed.
 
     python scripts/make_debug_assets.py [DIRECTORY]
 
@@ -11,6 +11,7 @@ import os
 import random
 import sys
 from pathlib import Path
+from string import ascii_lowercase
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the order of equally frequent merges depends on threads
 
@@ -20,7 +21,7 @@ from trainer.rl.builtin_envs import ReverseText
 
 CONVERSATIONS = 200
 VOCABULARY = 384
-REVERSED = 4000
+REVERSED, WRONG_SHARE = 4000, 0.12
 END, START, STOP, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>"
 
 CHAT_TEMPLATE = (
@@ -103,11 +104,13 @@ def character_tokenizer() -> Tokenizer:
 
 
 def reversed_texts() -> list[list[dict[str, str]]]:
-    """The environment's own training prompts, answered."""
-    env, rows = ReverseText(), []
+    """The environment's own training prompts, answered by somebody sloppy: a model that learns from this knows the task
+    and does it badly, which rewards can mend."""
+    env, draw, rows = ReverseText(), random.Random(1), []
     for index in range(REVERSED):
         question, info = env.prompt(index, "train")
-        rows.append([{"role": "user", "content": question}, {"role": "assistant", "content": info["answer"]}])
+        letters = [draw.choice(ascii_lowercase) if draw.random() < WRONG_SHARE else c for c in info["answer"]]
+        rows.append([{"role": "user", "content": question}, {"role": "assistant", "content": "".join(letters)}])
     return rows
 
 
