@@ -166,7 +166,9 @@ def test_what_changes_the_data_order_is_an_error_unless_overridden(tmp_path):
 def test_another_mask_or_template_is_told_and_can_be_overridden(tmp_path):
     run_dir = tmp_path / "run"
     sft(run_dir, "--stop-step", "2")
-    with pytest.raises(CheckpointMismatch, match=r"data.train_on: .*what is trained on.*--resume.override data.train_on"):
+    with pytest.raises(
+        CheckpointMismatch, match=r"data.train_on: .*what is trained on.*--resume.override data.train_on"
+    ):
         sft(run_dir, "--resume", "--data.train-on", "user,assistant")
     template = tmp_path / "other.jinja"
     template.write_text(

@@ -170,14 +170,18 @@ def test_one_rank_tells_a_config_error(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "did you mean optim.lr?" in capsys.readouterr().err
 
 
-def test_a_rank_without_a_world_tells_its_config_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_rank_without_a_world_tells_its_config_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("RANK", "1")
     assert main(["sft", "--optim.lrr", "1"]) == 2
     assert "did you mean optim.lr?" in capsys.readouterr().err
 
 
-def test_other_ranks_let_rank_0_tell_an_error_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_other_ranks_let_rank_0_tell_an_error_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     def fail(_argv: list[str]) -> int:
         raise LaunchError("no device")
 

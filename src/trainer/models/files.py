@@ -27,7 +27,17 @@ def resolve_model_dir(name: str) -> Path:
     """
     if not name:
         raise ModelError("model.name is not set; give a Hugging Face model directory or hub name")
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # no permission, too long a name, a null byte, an unknown ~user
+        raise ModelError(f"model.name = {name[:200]!r} cannot be opened: {error}; correct the path") from error
     if path.is_dir():
         return path
     # A hub name is "name" or "owner/name"; anything else can only be a path.

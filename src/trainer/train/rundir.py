@@ -25,18 +25,19 @@ def prepare(config: RunConfig) -> Path:
         LaunchError: a fresh run or a fork would write into another run's directory, or it cannot be made.
     """
     run_dir = Path(config.output_dir)
-    if is_used(run_dir) and (config.resume is None or is_fork(config)):
-        if not config.overwrite:
-            raise LaunchError(
-                f"{run_dir} already holds a run. Continue it with --resume, move it aside with --overwrite, "
-                f"or choose another --output-dir"
-            )
-        run_dir.rename(_free_name(run_dir))
     try:
+        if is_used(run_dir) and (config.resume is None or is_fork(config)):
+            if not config.overwrite:
+                raise LaunchError(
+                    f"{run_dir} already holds a run. Continue it with --resume, move it aside with --overwrite, "
+                    f"or choose another --output-dir"
+                )
+            run_dir.rename(_free_name(run_dir))
         for folder in (run_dir, run_dir / "checkpoints", run_dir / "logs"):
             folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LaunchError(f"cannot make the run directory {run_dir}: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        reason = getattr(error, "strerror", None) or error
+        raise LaunchError(f"cannot make the run directory {run_dir}: {reason}; choose another --output-dir") from error
     return run_dir
 
 
