@@ -63,16 +63,7 @@ def test_the_answer_has_reward_1_and_another_less(name):
 
 @pytest.mark.parametrize(
     "completion, reward",
-    [
-        ("cba", 1.0),
-        ("cb", 2 / 3),
-        ("cbaa", 3 / 4),
-        ("cab", 1 / 3),
-        ("abc", 1 / 3),
-        ("bac", 0.0),
-        ("", 0.0),
-        ("cba" * 1000, 3 / 3000),
-    ],
+    [("cba", 1.0), ("cb", 2 / 3), ("cbaa", 3 / 4), ("cab", 1 / 3), ("abc", 1 / 3), ("bac", 0.0), ("", 0.0), ("cba" * 1000, 3 / 3000)],
 )
 def test_reverse_text_rewards_the_share_of_right_places(completion, reward):
     info = {"answer": "cba"}
