@@ -176,8 +176,10 @@ def test_another_mask_or_template_is_told_and_can_be_overridden(tmp_path):
     )
     with pytest.raises(CheckpointMismatch, match=r"data.sources: .*(.|\n)*its chat template"):
         sft(run_dir, "--resume", "--model.chat-template", str(template))
-    for stop, flag, value in (("3", "data.train-on", "user,assistant"), ("4", "model.chat-template", str(template))):
-        sft(run_dir, "--resume", f"--{flag}", value, "--resume.override", flag.replace("-", "_"), "--stop-step", stop)
+    changed = ["--resume", "--data.train-on", "user,assistant"]
+    sft(run_dir, *changed, "--resume.override", "data.train_on", "--stop-step", "3")
+    changed += ["--model.chat-template", str(template)]
+    sft(run_dir, *changed, "--resume.override", "model.chat_template", "--stop-step", "4")
     assert [row["step"] for row in metrics(run_dir)][-2:] == [3, 4]
 
 
