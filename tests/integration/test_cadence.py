@@ -108,6 +108,7 @@ def test_c10_a_checkpoint_holds_what_the_next_step_begins_with(tmp_path):
     from trainer.config.load import load_config
     from trainer.config.run import SFTConfig
     from trainer.sft.loss import cross_entropy
+    from trainer.sft.supply import supply
     from trainer.train import setup
     from trainer.train.loop import fit
 
@@ -120,7 +121,7 @@ def test_c10_a_checkpoint_holds_what_the_next_step_begins_with(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(REPO)
-        with setup.start(load_config(SFTConfig, argv), loss) as run:
+        with setup.start(load_config(SFTConfig, argv), supply(loss)) as run:
             fit(run)
     directory = checkpoint(run_dir, 3)
     layout, leaves = read_tables(directory)

@@ -209,6 +209,26 @@ def test_what_changes_the_data_order_is_an_error_unless_overridden(tmp_path):
     assert [len(rows) for _, rows in sorted(samples(run_dir).items())] == [8, 8, 4, 4]
 
 
+def test_another_mask_or_template_is_told_and_can_be_overridden(tmp_path):
+    run_dir = tmp_path / "run"
+    sft(run_dir, "--stop-step", "2")
+    with pytest.raises(
+        CheckpointMismatch, match=r"data.train_on: .*what is trained on.*--resume.override data.train_on"
+    ):
+        sft(run_dir, "--resume", "--data.train-on", "user,assistant")
+    template = tmp_path / "other.jinja"
+    template.write_text(
+        "{% for m in messages %}{% generation %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}"
+    )
+    with pytest.raises(CheckpointMismatch, match=r"data.sources: .*(.|\n)*its chat template"):
+        sft(run_dir, "--resume", "--model.chat-template", str(template))
+    changed = ["--resume", "--data.train-on", "user,assistant"]
+    sft(run_dir, *changed, "--resume.override", "data.train_on", "--stop-step", "3")
+    changed += ["--model.chat-template", str(template)]
+    sft(run_dir, *changed, "--resume.override", "model.chat_template", "--stop-step", "4")
+    assert [row["step"] for row in metrics(run_dir)][-2:] == [3, 4]
+
+
 def test_cadence_and_horizon_are_the_new_configs(whole, tmp_path):
     """K6: micro-batch size and save interval are free to change; max_steps does not move by itself."""
     run_dir = tmp_path / "run"

@@ -14,7 +14,7 @@ import trainer
 from trainer.cli import main as cli
 from trainer.cli.main import main
 from trainer.config.run import SFTConfig
-from trainer.errors import CheckpointError, TrainerError
+from trainer.errors import CheckpointError, LaunchError, TrainerError
 
 VALID = ["--model.name", "m", "--max-steps", "10", "--data.fake"]
 
@@ -144,6 +144,7 @@ def test_errors_are_a_message_and_an_exit_code(monkeypatch: pytest.MonkeyPatch, 
     assert capsys.readouterr().err == "error: step_00000005: truncated\n"
     assert seen[0].config.max_steps == 10 and seen[0].origins["max_steps"] == "flag --max-steps"
 
+    monkeypatch.setattr(cli, "RANK_GRACE_SECONDS", 0.0)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert main(["sft", *VALID]) == 1
@@ -167,6 +168,33 @@ def test_one_rank_tells_a_config_error(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setenv("RANK", "0")
     assert main(["sft", "--optim.lrr", "1"]) == 2
     assert "did you mean optim.lr?" in capsys.readouterr().err
+
+
+def test_a_rank_without_a_world_tells_its_config_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("RANK", "1")
+    assert main(["sft", "--optim.lrr", "1"]) == 2
+    assert "did you mean optim.lr?" in capsys.readouterr().err
+
+
+def test_other_ranks_let_rank_0_tell_an_error_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fail(_argv: list[str]) -> int:
+        raise LaunchError("no device")
+
+    told: list[str] = []
+    monkeypatch.setattr(cli, "_dispatch", fail)
+    monkeypatch.setattr(cli.time, "sleep", lambda _: told.append(capsys.readouterr().err))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, before in (("0", []), ("1", [""])):  # rank 1 waits, and has not printed before
+        told.clear()
+        monkeypatch.setenv("RANK", rank)
+        assert main(["sft"]) == 1
+        assert told == before
+        assert capsys.readouterr().err == f"error (rank {rank}): no device\n"
 
 
 def test_a_closed_pipe_is_no_error():

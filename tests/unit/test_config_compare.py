@@ -50,6 +50,13 @@ def test_what_changes_the_data_order_is_a_conflict_unless_overridden():
     }
 
 
+def test_what_is_trained_on_is_a_conflict_unless_overridden():
+    saved, current = config(), config("--data.train-on=user,assistant", "--data.train-on-prompt")
+    assert winners(saved, current) == {"data.train_on": "conflict", "data.train_on_prompt": "conflict"}
+    assert "conflict: it changes what is trained on" in str(differences(saved, current)[0])
+    assert set(winners(saved, current, "data").values()) == {"config"}
+
+
 def test_added_sources_are_seen():
     base = ["--model.name=m", "--max-steps=8", "--data.sources.0.path=a"]
     saved = load_config(SFTConfig, base).config

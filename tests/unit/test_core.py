@@ -50,6 +50,22 @@ def test_world_from_the_launcher(monkeypatch):
         distributed.world_from_env()
 
 
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT are not set; start with torchrun"),
+        ({"RANK": "5", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "RANK = 5 is not below"),
+    ],
+)
+def test_an_environment_without_a_rendezvous_is_told(monkeypatch, environment, message):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=message), distributed.process_group(torch.device("cpu"), 5):
+        pass
+
+
 def test_a_mesh_that_does_not_multiply_is_refused():
     with pytest.raises(LaunchError, match=r"dp_replicate \(2\) x parallel.dp_shard \(2\).*ranks \(6\)"):
         distributed.build_mesh("cpu", 2, 2, 6)

@@ -331,7 +331,13 @@ def test_other_documents_seeds_and_weights_are_refused_together():
     other = config_of(sources=(SourceConfig(path="a", weight=1), SourceConfig(path="b", weight=3)))
     with pytest.raises(CheckpointMismatch) as error:
         loaders_of(corpus_of([5] * 10, [5] * 11), other, state=state, seed=2)
-    for key in ("data.sources:", "data.sources.weight:", "seed: checkpoint 1, now 2", "--resume.override data,seed"):
+    for key in (
+        "data.sources:",
+        "a file, the tokenizer, its chat template",
+        "data.sources.weight:",
+        "seed: checkpoint 1, now 2",
+        "--resume.override data,seed",
+    ):
         assert key in str(error.value)
     (loader,) = loaders_of(corpus_of([5] * 10, [5] * 11), other, state=state, seed=2, allow={"data", "seed"})
     assert loader.next_batch().epoch == 0

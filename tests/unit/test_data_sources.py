@@ -40,6 +40,19 @@ def test_bytes_that_are_not_utf8_and_deep_nesting_are_bad_rows(tmp_path):
     assert "not UTF-8" in rows[1].error and "nested" in rows[2].error
 
 
+def test_a_number_too_long_for_python_is_a_bad_row(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": %s}\n{"text": "good"}\n' % ("9" * 5000))
+    bad, good = open_source(SourceConfig(path=str(tmp_path / "a.jsonl")))
+    assert bad.value is None and "invalid JSON" in bad.error
+    assert good.value == {"text": "good"}
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "a\0b.jsonl", "~nobody-of-this-name/a.jsonl"])
+def test_names_that_no_file_can_have_are_errors(path):
+    with pytest.raises(DataError, match="cannot be opened: .*correct the path"):
+        open_source(SourceConfig(path=path))
+
+
 def test_parquet_rows_are_located_and_lose_nothing(tmp_path):
     path = tmp_path / "a.parquet"
     rows = [

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from support.models import build, gradients, loss_sum, packed, save_reference, write_config
 from trainer.errors import ModelError
+from trainer.models.files import resolve_model_dir
 from trainer.models.state import persistent_tensors
 
 
@@ -140,6 +141,9 @@ def test_directories_without_weights_or_names_that_are_none(tmp_path):
         build(tmp_path)
     with pytest.raises(ModelError, match="is not a directory"):
         build(tmp_path / "nowhere")
+    for name in ("x" * 5000, "~nobody-of-this-name/model"):
+        with pytest.raises(ModelError, match="cannot be opened: .*correct the path"):
+            resolve_model_dir(name)
 
 
 @pytest.mark.parametrize("keep", ["model.embed_tokens.weight", "lm_head.weight", "both"])

@@ -120,7 +120,7 @@ def test_a_turn_is_recorded_exactly():
     assert dtypes == (np.int32, np.bool_, np.float32, np.int32)
     assert (rollout.finish_reason, rollout.turns, rollout.reward, rollout.error) == ("stop", 1, 1.0, None)
     assert rollout.parts == {"exact": 1.0}
-    assert groups[1].rollouts[2].reward == 0.0
+    assert groups[1].rollouts[2].reward == 2 / 3
 
 
 def test_seeds_are_addressed_by_prompt_sample_and_turn():

@@ -40,12 +40,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _dispatch(argv)
     except ConfigError as error:
-        if int(os.environ.get("RANK", "0")) > 0:  # every rank has read the same config
+        if _is_other_rank():  # every rank has read the same config
             time.sleep(RANK_GRACE_SECONDS)
         else:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except TrainerError as error:
+        if _is_other_rank():  # most errors are shared: once rank 0 has told it, torchrun ends this process
+            time.sleep(RANK_GRACE_SECONDS)
         _print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
@@ -119,6 +121,10 @@ def _train(kind: str, argv: list[str]) -> int:
     from trainer.sft.train import run as train_sft
 
     return train_sft(loaded, owns_process=True)
+
+
+def _is_other_rank() -> bool:
+    return os.environ.get("RANK", "0") != "0" and os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def _print_error(error: TrainerError) -> None:

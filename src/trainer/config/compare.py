@@ -4,7 +4,11 @@ The table of who wins (everything that is not named here is the new config's: ch
 ranks, where things are written):
 
 * the checkpoint: the optimizer's and the schedule's settings, which live on in its state;
-* nobody: what changes the order of the data is a conflict, because the samples seen so far would mean something else.
+* nobody: what changes the order of the data, or what of them is trained on, is a conflict, because the samples seen so far
+  would mean something else.
+
+Where a file, a tokenizer or a template lies means nothing; whether the documents are the same ones is seen when they are
+there (`BatchLoader.load_state_dict`).
 
 ``resume.override`` names keys or tables for which the new config wins all the same.
 """
@@ -52,6 +56,8 @@ _CONFLICT = (
     "data.batch_size",
     "data.epoch_end",
     "data.shuffle",
+    "data.train_on",
+    "data.train_on_prompt",
     "envs",
     "rl.prompts",
     "rl.samples",
@@ -65,6 +71,10 @@ class Difference:
     current: Any
     winner: Literal["checkpoint", "config", "conflict"]
 
+    @property
+    def _changes(self) -> str:
+        return "what is trained on" if self.key.startswith("data.train_on") else "the data order"
+
     def __str__(self) -> str:
         text = f"{self.key}: checkpoint {shown(self.saved)}, config {shown(self.current)}"
         advice = f"take the config's with --resume.override {self.key}"
@@ -74,7 +84,7 @@ class Difference:
             case "checkpoint":
                 return f"{text} -> checkpoint; {advice}"
             case "conflict":
-                return f"{text} -> conflict: it changes the data order; set it back, or {advice}"
+                return f"{text} -> conflict: it changes {self._changes}; set it back, or {advice}"
 
 
 def differences(saved: RunConfig, current: RunConfig, override: Iterable[str] = ()) -> list[Difference]:

@@ -66,12 +66,23 @@ def process_group(device: "torch.device", timeout_seconds: int):
     if world_from_env().size == 1 or dist.is_initialized():
         yield
         return
+    _check_rendezvous(world_from_env())
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _check_rendezvous(world: World) -> None:
+    """Raises LaunchError if torch could not find the other ranks by the environment."""
+    how = "start with torchrun (--nproc-per-node N -m trainer ...), or unset RANK and WORLD_SIZE for a single process"
+    if not 0 <= world.rank < world.size:
+        raise LaunchError(f"RANK = {world.rank} is not below WORLD_SIZE = {world.size}; {how}")
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise LaunchError(f"WORLD_SIZE = {world.size}, but {' and '.join(missing)} are not set; {how}")
 
 
 def build_mesh(device_type: str, dp_replicate: int, dp_shard: int, world_size: int) -> "DeviceMesh | None":

@@ -306,6 +306,11 @@ class BatchLoader:
                     )
         if refused:
             lines = "\n".join(f"  {key}: checkpoint {saved.get(key)!r}, now {current.get(key)!r}" for key in refused)
+            if "data.sources" in refused:
+                lines += (
+                    "\nThe documents behind data.sources are not the same: a file, the tokenizer, its chat template, "
+                    "data.train_on, data.train_on_prompt, data.val_documents or the rows skipped as bad have changed."
+                )
             tables = sorted({key.split(".")[0] for key in refused})
             raise CheckpointMismatch(
                 f"the data would come in another order than in the checkpoint's run:\n{lines}\n"

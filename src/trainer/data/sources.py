@@ -58,7 +58,17 @@ def open_source(config: SourceConfig) -> Source:
     Raises:
         DataError: nothing readable is there, or the hub cannot be reached.
     """
-    path = Path(config.path).expanduser()
+    try:
+        path = Path(config.path).expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # no permission, too long a name, a null byte, an unknown ~user
+        raise DataError(f"data source {config.path[:200]!r} cannot be opened: {error}; correct the path") from error
     if path.is_file():
         if path.suffix not in FILE_TYPES:
             raise DataError(f"{path}: data files must end in {' or '.join(FILE_TYPES)}")
@@ -132,6 +142,8 @@ def _parse_line(line: bytes, number: int, where: str) -> SourceRow:
         return SourceRow(number, where, None, f"not UTF-8 (byte {error.start})")
     except json.JSONDecodeError as error:
         return SourceRow(number, where, None, f"invalid JSON ({error.msg} at column {error.colno})")
+    except ValueError as error:  # a number of thousands of digits
+        return SourceRow(number, where, None, f"invalid JSON ({error})")
     except RecursionError:
         return SourceRow(number, where, None, "invalid JSON (nested too deeply)")
     if not isinstance(value, dict):

@@ -27,7 +27,17 @@ def resolve_model_dir(name: str) -> Path:
     """
     if not name:
         raise ModelError("model.name is not set; give a Hugging Face model directory or hub name")
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # no permission, too long a name, a null byte, an unknown ~user
+        raise ModelError(f"model.name = {name[:200]!r} cannot be opened: {error}; correct the path") from error
     if (path / "manifest.json").exists() and not (path / "config.json").exists():
         raise ModelError(
             f"{path} is a checkpoint of a run and no model directory. To go on with that run: --resume.dir {path}; to start "

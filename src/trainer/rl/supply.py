@@ -58,7 +58,7 @@ class RLSupply(Supply):
         self.max_steps = config.max_steps
         self.config = config
         self.environments = load_environments(config.envs, config.seed)
-        self.names = [env.config.name for env in self.environments]
+        self.names = [env.config.name.rpartition("/")[2] for env in self.environments]  # of a file without its folder
         self.prompts = PromptSequence(self.environments, config.seed)
         assert place.tokenizer is not None  # only synthetic documents come without one
         self.renderer = Renderer(place.tokenizer)

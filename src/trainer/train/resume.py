@@ -31,6 +31,9 @@ GROUP_ENTRIES = {
 ORDER = ("data", "seed", "envs", "rl")
 """Config keys, and tables of them, that decide which samples come in which order."""
 
+DOCUMENTS = ("data.train_on", "data.train_on_prompt", "data.on_bad_row", "model.tokenizer", "model.chat_template")
+"""Config keys that decide what the documents of the sources are: with them another `data.sources` is wanted as well."""
+
 # What `ckpt.skip_*` leaves out: the owner that keeps its fresh state, and the config keys that describe it, for which
 # this run's config then wins.
 SKIPPED = {
@@ -93,12 +96,15 @@ def plan(config: RunConfig, saved: Mapping[str, Any]) -> ResumePlan:
             f"the checkpoint was written with optim.type = {before.optim.type!r}, this run has {config.optim.type!r}: "
             f"optimizer state cannot be carried over; leave it out with --ckpt.skip-optimizer"
         )
+    override_data = {name for name in override if name.split(".")[0] in ORDER}
+    if any(_covers(override, key) for key in DOCUMENTS):
+        override_data.add("data.sources")
     kept = [entry for key, entries in GROUP_ENTRIES.items() if _covers(override, key) for entry in entries]
     return ResumePlan(
         differences=tuple(found),
         keep_group_entries=frozenset(kept),
         override_scheduler=any(name.split(".")[0] == "scheduler" for name in override),
-        override_data=frozenset(name for name in override if name.split(".")[0] in ORDER),
+        override_data=frozenset(override_data),
         skip=skip,
     )
 

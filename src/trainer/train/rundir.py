@@ -47,8 +47,9 @@ def _prepare(config: RunConfig, lock: DirectoryLock) -> Path:
             _move_aside(run_dir, lock)
         for folder in (run_dir / "checkpoints", run_dir / "logs"):
             folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise LaunchError(f"cannot make the run directory {run_dir}: {error.strerror} ({error.filename})") from error
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        reason = getattr(error, "strerror", None) or error
+        raise LaunchError(f"cannot make the run directory {run_dir}: {reason}; choose another --output-dir") from error
     return run_dir
 
 
