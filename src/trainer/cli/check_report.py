@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SHOWN_STEPS = 24  # of a longer check the beginning, the surroundings of the signal and the end are shown
 
-_COLUMNS = ("loss", "grad_norm", "lr", "ids", "counters", "val")
+_COLUMNS = ("reward", "loss", "grad_norm", "lr", "ids", "counters", "measures", "val")
 _MARKS = {"equal": ("=", "green"), "close": ("≈", "yellow"), "different": ("✗", "bold red")}
 
 
@@ -201,12 +201,14 @@ def _table(result: "Result") -> "Table":
 
 
 def _column(value: "Value") -> str:
-    """Counters share a column, and so does what validation gives."""
-    if value.key.startswith("val_"):
+    """Counters share a column, and so do what validation gives, rates of several groups, and what else was measured."""
+    if value.key.startswith(("val_", "eval")):
         return "val"
-    if value.key in _COLUMNS or value.key == "step" or not isinstance(value.a, int):
+    if value.key.startswith("lr"):
+        return "lr"
+    if value.key in _COLUMNS or value.key == "step":
         return value.key
-    return "counters"
+    return "counters" if isinstance(value.a, int) else "measures"
 
 
 def _shown(steps: list[int], result: "Result") -> list[int]:
