@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import tomli_w
 import torch
@@ -85,7 +85,8 @@ def main() -> None:
         path.write_text(tomli_w.dumps(run_config(arguments, Path(folder) / "run")))
         try:
             with setup.start(load_config(RLConfig, ["@", str(path)]), RLSupply) as run:
-                gated = GatedBatches(run, run.supply.batches, gate, saves=arguments["saves"])
+                batches = cast(RolloutBatches, run.supply.batches)
+                gated = GatedBatches(run, batches, gate, saves=arguments["saves"])
                 run.supply.batches = gated  # type: ignore[assignment]
                 fit(run)
         except Stopped:

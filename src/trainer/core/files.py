@@ -34,6 +34,22 @@ _WRITERS = 2  # threads per large file: one piece is on its way to the disk whil
 _hook: Hook | None = None  # the package's only mutable global: fault injection has to reach every thread
 
 
+def local_path(name: str) -> Path:
+    """Returns the path that a config names, "~" expanded, whether anything is there or not.
+
+    Raises:
+        OSError: permission is missing on the way there, or the name is too long.
+        ValueError: the name holds a null byte.
+        RuntimeError: it begins with the home of a user that does not exist.
+    """
+    path = Path(name).expanduser()
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    return path
+
+
 @contextmanager
 def file_hook(hook: Hook) -> Iterator[None]:
     """Calls `hook(operation, path)` before each operation below while the block runs.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.config.data import SourceConfig
-from trainer.core.files import xxh3
+from trainer.core.files import local_path, xxh3
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -59,15 +59,8 @@ def open_source(config: SourceConfig) -> Source:
         DataError: nothing readable is there, or the hub cannot be reached.
     """
     try:
-        path = Path(config.path).expanduser()
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # no permission, too long a name, a null byte, an unknown ~user
+        path = local_path(config.path)
+    except (OSError, ValueError, RuntimeError) as error:
         raise DataError(f"data source {config.path[:200]!r} cannot be opened: {error}; correct the path") from error
     if path.is_file():
         if path.suffix not in FILE_TYPES:

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainer.core.distributed import on_main
+from trainer.core.files import local_path
 from trainer.errors import ModelError
 
 SINGLE = "model.safetensors"
@@ -28,15 +29,8 @@ def resolve_model_dir(name: str) -> Path:
     if not name:
         raise ModelError("model.name is not set; give a Hugging Face model directory or hub name")
     try:
-        path = Path(name).expanduser()
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # no permission, too long a name, a null byte, an unknown ~user
+        path = local_path(name)
+    except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"model.name = {name[:200]!r} cannot be opened: {error}; correct the path") from error
     if (path / "manifest.json").exists() and not (path / "config.json").exists():
         raise ModelError(
