@@ -18,9 +18,9 @@ from benchmarks.gate import Gate, Stopped
 from trainer.config.load import load_config
 from trainer.config.run import SFTConfig
 from trainer.data.batch import GlobalBatch
-from trainer.sft.loss import cross_entropy
 from trainer.sft.supply import supply
 from trainer.train import setup
+from trainer.train.cross_entropy import cross_entropy
 from trainer.train.loop import fit
 from trainer.train.supply import BatchSource
 

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
-from benchmarks.gate import Gate
+from benchmarks.gate import Gate, Stopped
 
 
 class GateCallback(TrainerCallback):
@@ -33,6 +33,14 @@ def counting(trainer_class: type, gate: Gate) -> type:
             return super().training_step(model, inputs, *args, **kwargs)
 
     return Counting
+
+
+def train_until_stopped(trainer: Any) -> None:
+    """Trains until the gate ends it."""
+    try:
+        trainer.train()
+    except Stopped:
+        pass
 
 
 def random_model(model_dir: str) -> torch.nn.Module:

@@ -10,11 +10,9 @@ import argparse
 import os
 import shutil
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -30,6 +28,7 @@ from scripts.demo.runs import (
     train,
     train_and_kill,
 )
+from scripts.demo.stage import Stage, perform
 
 ROOT = Path(__file__).parents[2]
 CACHE = Path(".cache/demo")
@@ -37,7 +36,6 @@ PROMPTS = [
     "Tell me about yourself.",
     "What is the largest planet in our solar system?",
 ]  # neither is in the training data
-PARTS = 6
 
 
 @dataclass(frozen=True)
@@ -54,13 +52,14 @@ FULL = Plan("configs/demo/sft.toml", Path("runs/demo"), "SmolLM2-135M-Instruct",
 SHORT = Plan("configs/demo/short.toml", Path("runs/demo-short"), "tiny-llama", 31, 60, 0.5)
 
 
-class Demo:
+class Demo(Stage):
     """The six parts in order, each telling what it does before it does it."""
 
+    parts = 6
+
     def __init__(self, plan: Plan) -> None:
+        super().__init__()
         self.plan = plan
-        self.console = Console(highlight=False)
-        self.started = time.monotonic()
         self.a, self.b = plan.run_dir / "A", plan.run_dir / "B"
         self.model = CACHE / plan.model
 
@@ -173,22 +172,6 @@ class Demo:
         if free_gb < self.plan.needs_gb:
             raise DemoFailed(f"the demo writes up to {self.plan.needs_gb:.0f} GB here; {free_gb:.1f} GB are free")
 
-    def heading(self, part: int, text: str) -> None:
-        self.console.print()
-        self.console.rule(f"[bold]{part}/{PARTS}  {text}[/]  [dim]{self.elapsed()}[/]", align="left")
-        sys.stdout.flush()
-
-    def command(self, words: str) -> None:
-        self.console.print(Text(f"$ trainer {words}", style="dim"), soft_wrap=True)
-
-    def say(self, text: str) -> None:
-        self.console.print(text)
-        sys.stdout.flush()
-
-    def elapsed(self) -> str:
-        seconds = round(time.monotonic() - self.started)
-        return f"{seconds // 60}:{seconds % 60:02d}"
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.demo", description=(__doc__ or "").partition("\n")[0])
@@ -197,15 +180,7 @@ def main() -> int:
     os.chdir(ROOT)
     if arguments.short:  # too little work for several threads to share
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    demo = Demo(SHORT if arguments.short else FULL)
-    try:
-        demo.run()
-    except DemoFailed as failure:
-        demo.console.print(Text(f"\nThe demo failed: {failure}", style="bold red"), soft_wrap=True)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return perform(lambda: Demo(SHORT if arguments.short else FULL))
 
 
 if __name__ == "__main__":

@@ -11,11 +11,9 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
@@ -30,9 +28,9 @@ from scripts.demo.runs import (
     train,
     train_and_kill,
 )
+from scripts.demo.stage import Stage, perform
 
 ROOT = Path(__file__).parents[2]
-PARTS = 5
 SAMPLED, GREEDY = 0.75, 0.9
 """What the reward must reach: mean of the last steps' samples, and greedy on held-out prompts."""
 
@@ -56,13 +54,14 @@ SHORT = Plan(
 )
 
 
-class Demo:
+class Demo(Stage):
     """The parts in order, each telling what it does before it does it."""
 
+    parts = 5
+
     def __init__(self, plan: Plan) -> None:
+        super().__init__()
         self.plan = plan
-        self.console = Console(highlight=False)
-        self.started = time.monotonic()
         self.sft, self.a, self.b = (plan.folder / name for name in ("sft", "A", "B"))
 
     def run(self) -> None:
@@ -75,7 +74,7 @@ class Demo:
         self.train("rl", self.arguments(self.a))
 
         self.heading(3, f"Rewards, run B: the same, but it gets a kill -9 after step {self.plan.kill_after_step}")
-        self.command("rl", self.arguments(self.b))
+        self.command(f"rl {' '.join(self.arguments(self.b))}")
         last = train_and_kill(self.arguments(self.b), self.b, after_step=self.plan.kill_after_step, kind="rl")
         saved = newest_checkpoint(self.b)
         self.say(
@@ -91,7 +90,7 @@ class Demo:
     def compare(self) -> None:
         self.heading(4, "Is the resumed run the one that never stopped?")
         a, b = (checkpoint(run, self.plan.steps) for run in (self.a, self.b))
-        self.console.print(Text(f"$ trainer ckpt diff {a} {b}", style="dim"), soft_wrap=True)
+        self.command(f"ckpt diff {a} {b}")
         self.console.print(Text(compare_checkpoints(a, b), style="bold green"), soft_wrap=True)
         numbers = compare_metrics(read_metrics(self.a / "metrics.jsonl"), read_metrics(self.b / "metrics.jsonl"))
         self.say(f"metrics.jsonl: all {numbers} rewards, losses, entropies and counters are the same, too.")
@@ -134,24 +133,8 @@ class Demo:
         return ["@", "configs/rl/reverse.toml", "--output-dir", str(run_dir), "--model.name", model, *self.plan.rl]
 
     def train(self, kind: str, arguments: list[str]) -> None:
-        self.command(kind, arguments)
+        self.command(f"{kind} {' '.join(arguments)}")
         train(arguments, kind)
-
-    def heading(self, part: int, text: str) -> None:
-        self.console.print()
-        self.console.rule(f"[bold]{part}/{PARTS}  {text}[/]  [dim]{self.elapsed()}[/]", align="left")
-        sys.stdout.flush()
-
-    def command(self, kind: str, arguments: list[str]) -> None:
-        self.console.print(Text(f"$ trainer {kind} {' '.join(arguments)}", style="dim"), soft_wrap=True)
-
-    def say(self, text: str) -> None:
-        self.console.print(text)
-        sys.stdout.flush()
-
-    def elapsed(self) -> str:
-        seconds = round(time.monotonic() - self.started)
-        return f"{seconds // 60}:{seconds % 60:02d}"
 
 
 def main() -> int:
@@ -160,15 +143,7 @@ def main() -> int:
     arguments = parser.parse_args()
     os.chdir(ROOT)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # too little work for several threads to share
-    demo = Demo(SHORT if arguments.short else FULL)
-    try:
-        demo.run()
-    except DemoFailed as failure:
-        demo.console.print(Text(f"\nThe demo failed: {failure}", style="bold red"), soft_wrap=True)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return perform(lambda: Demo(SHORT if arguments.short else FULL))
 
 
 if __name__ == "__main__":

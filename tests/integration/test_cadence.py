@@ -22,9 +22,9 @@ TEN = [*FAKE, "--data.fake.documents=10", "--data.batch-size=4", "--data.micro-b
 def test_c1_the_arithmetic_is_that_of_the_loader(tmp_path):
     from trainer.config.load import load_config
     from trainer.config.run import SFTConfig
-    from trainer.sft.loss import cross_entropy
     from trainer.sft.supply import supply
     from trainer.train import setup
+    from trainer.train.cross_entropy import cross_entropy
 
     os.chdir(REPO)
     for epoch_end, expected in (("flush", [4, 8, 10, 14, 18, 20]), ("carry", [4, 8, 12, 16, 20, 24])):
@@ -107,9 +107,9 @@ def test_c10_a_checkpoint_holds_what_the_next_step_begins_with(tmp_path):
     from trainer.checkpoint.tables import read_tables
     from trainer.config.load import load_config
     from trainer.config.run import SFTConfig
-    from trainer.sft.loss import cross_entropy
     from trainer.sft.supply import supply
     from trainer.train import setup
+    from trainer.train.cross_entropy import cross_entropy
     from trainer.train.loop import fit
 
     run_dir, seen = tmp_path / "run", []

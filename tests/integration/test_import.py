@@ -53,7 +53,7 @@ def plain_loop(run: ForeignRun, source: Path, flags: list[str], last_step: int) 
     from trainer.data.loader import BatchLoader
     from trainer.models.build import build_model
     from trainer.models.tokenizer import load_tokenizer
-    from trainer.sft.loss import cross_entropy
+    from trainer.train.cross_entropy import cross_entropy
 
     settings = config(*flags)
     data = build_data(settings.data, tokenizer=load_tokenizer(settings.model), seed=settings.seed, world=World())

@@ -26,9 +26,9 @@ def resumed(source: Path, run_dir: Path, *flags: str):
 
     from trainer.config.load import load_config
     from trainer.config.run import SFTConfig
-    from trainer.sft.loss import cross_entropy
     from trainer.sft.supply import supply
     from trainer.train import setup
+    from trainer.train.cross_entropy import cross_entropy
 
     os.chdir(REPO)
     argv = [*DEBUG, "--output-dir", str(run_dir), "--resume.dir", str(source), *flags]

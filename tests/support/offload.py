@@ -259,3 +259,13 @@ def _sharded(model: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(model, FSDPModule)
+
+
+def clipped_update(optimizer: Optimizer, max_norm: float) -> None:
+    """Clips, steps and drops the gradients, as a training step does under any offload mode."""
+    if isinstance(optimizer, OffloadOptimizer):
+        optimizer.clip_gradients(max_norm)
+    else:
+        clip_gradients(updated_parameters(optimizer), max_norm)
+    optimizer.step()
+    optimizer.zero_grad()

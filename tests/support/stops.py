@@ -30,9 +30,9 @@ def _run(argv: list[str], plan: Plan, on_rank: int) -> int:
 
     from trainer.config.load import load_config
     from trainer.config.run import SFTConfig
-    from trainer.sft.loss import cross_entropy
     from trainer.sft.supply import supply
     from trainer.train import setup
+    from trainer.train.cross_entropy import cross_entropy
     from trainer.train.loop import fit
 
     os.chdir(REPO)

@@ -8,11 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from support.offload import FACTORIES
+from support.offload import FACTORIES, clipped_update
 from trainer.checkpoint.app_state import AppState
 from trainer.models.state import ModelState
-from trainer.optim.clip import clip_gradients
-from trainer.optim.offload.base import OffloadOptimizer, updated_parameters
 from trainer.optim.offload.build import build_offload
 from trainer.optim.offload.chunks import plan_chunks
 from trainer.optim.state import OptimizerState
@@ -66,12 +64,7 @@ class Trained:
             used = [(p * w).sum() for (p, w), here in zip(pairs, self.layout.present[step], strict=True) if here]
             if used:
                 torch.stack(used).sum().backward()
-        if isinstance(self.optimizer, OffloadOptimizer):
-            self.optimizer.clip_gradients(1.0)
-        else:
-            clip_gradients(updated_parameters(self.optimizer), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        clipped_update(self.optimizer, max_norm=1.0)
 
     def bits(self) -> tuple[dict[str, list], dict]:
         state = self.app.state_dict()

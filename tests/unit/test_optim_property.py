@@ -17,16 +17,15 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from support.offload import MODES
+from support.offload import MODES, clipped_update
 from trainer.checkpoint.app_state import AppState
 from trainer.checkpoint.storage import save_tensors
 from trainer.config.train import OptimConfig
 from trainer.errors import CheckpointMismatch
 from trainer.models.state import ModelState
 from trainer.optim.build import build_optimizer
-from trainer.optim.clip import clip_gradients
 from trainer.optim.groups import RUN_LOCAL
-from trainer.optim.offload.base import OffloadOptimizer, named_parameters, updated_parameters
+from trainer.optim.offload.base import named_parameters
 from trainer.optim.offload.build import build_offload
 from trainer.optim.schedule import Schedule, ScheduleState
 from trainer.optim.state import OptimizerState
@@ -157,12 +156,7 @@ class Run:
         used = [(p * w).sum() for i, (p, w) in enumerate(pairs) if p.requires_grad and (i + step) % 4]
         if used:
             torch.stack(used).sum().backward()
-        if isinstance(self.optimizer, OffloadOptimizer):
-            self.optimizer.clip_gradients(1.0)
-        else:
-            clip_gradients(updated_parameters(self.optimizer), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        clipped_update(self.optimizer, max_norm=1.0)
         self.progress.step += 1
         self.schedule.apply(self.progress.step)
 

@@ -33,7 +33,6 @@ def tokens(pack: bool, micro: int, world: int) -> dict[tuple, tuple]:
         batch = lay_out(
             ROLLOUTS,
             index=3,
-            epoch=0,
             seq_len=16,
             pack=pack,
             micro_batch_size=micro,
@@ -77,7 +76,6 @@ def test_places_name_where_each_rollout_lies():
     batch = lay_out(
         ROLLOUTS,
         index=0,
-        epoch=0,
         seq_len=16,
         pack=True,
         micro_batch_size=2,
@@ -96,7 +94,7 @@ def test_places_name_where_each_rollout_lies():
 
 def test_nothing_to_train_on_is_padding_on_every_rank():
     batch = lay_out(
-        [], index=0, epoch=0, seq_len=16, pack=True, micro_batch_size=2, total_weight=0.0, seed=0, rank=1, world_size=2
+        [], index=0, seq_len=16, pack=True, micro_batch_size=2, total_weight=1.0, seed=0, rank=1, world_size=2
     )
     (micro_batch,) = batch.micro_batches
-    assert (micro_batch.labels == -100).all() and batch.tokens == 0 and batch.denominator > 0
+    assert (micro_batch.labels == -100).all() and batch.tokens == 0 and batch.denominator == 1.0

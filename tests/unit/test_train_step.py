@@ -9,7 +9,7 @@ from torch import nn
 
 from support.pool import run_on_ranks
 from trainer.data.batch import GlobalBatch, MicroBatch
-from trainer.sft.loss import cross_entropy
+from trainer.train.cross_entropy import cross_entropy
 from trainer.train.progress import Progress
 from trainer.train.step import evaluate, train_step
 

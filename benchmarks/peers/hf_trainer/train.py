@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer, TrainingArguments, default_data_collator
 
-from benchmarks.gate import Gate, Stopped
+from benchmarks.gate import Gate
 from benchmarks.peers import common
 
 
@@ -47,10 +47,7 @@ def main() -> None:
             data_collator=collator,
             callbacks=[common.GateCallback(gate)],
         )
-        try:
-            trainer.train()
-        except Stopped:
-            pass
+        common.train_until_stopped(trainer)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
-from benchmarks.gate import Gate, Stopped
+from benchmarks.gate import Gate
 from benchmarks.peers import common
 
 
@@ -48,10 +48,7 @@ def main() -> None:
             ),
             callbacks=[common.GateCallback(gate)],
         )
-        try:
-            trainer.train()
-        except Stopped:
-            pass
+        common.train_until_stopped(trainer)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
-from benchmarks.gate import Gate, Stopped
+from benchmarks.gate import Gate
 from benchmarks.peers import common
 
 
@@ -32,10 +32,7 @@ def main() -> None:
             ),
             callbacks=[common.GateCallback(gate)],
         )
-        try:
-            trainer.train()
-        except Stopped:
-            pass
+        common.train_until_stopped(trainer)
 
 
 if __name__ == "__main__":

@@ -5,20 +5,19 @@ The other subcommands are in `ckpt_tools` and `ckpt_import`.
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli.ckpt_common import console, pick, print_json, size
+from trainer.cli.ckpt_common import console, guarded, pick, print_json, run_command, size
 from trainer.cli.ckpt_tools import add_parsers
-from trainer.errors import CheckpointError, TrainerError
+from trainer.errors import CheckpointError
 
 if TYPE_CHECKING:
     from trainer.checkpoint.discovery import Candidate
 
-DIFFERENT, FAILED = 1, 2  # exit codes besides 0
+DIFFERENT = 1  # exit code of a comparison that found something
 
 _STYLES = {
     "committed": "green",
@@ -31,21 +30,11 @@ _STYLES = {
 
 def main(argv: Sequence[str]) -> int:
     """Runs `trainer ckpt` with the arguments after "ckpt"; returns 0, 1 (`diff`, `verify`: not so) or 2 (error)."""
-    try:
-        if argv[:1] == ["import"]:  # its flags are those of a config
-            from trainer.cli.ckpt_import import main as import_main
+    if argv[:1] == ["import"]:  # its flags are those of a config
+        from trainer.cli.ckpt_import import main as import_main
 
-            return import_main(list(argv[1:]))
-        arguments = _parser().parse_args(argv)
-        return arguments.run(arguments)
-    except SystemExit as stop:  # --help or a usage error, already printed
-        return int(stop.code or 0)
-    except TrainerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return FAILED
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
-        sys.stderr.close()
-        return FAILED
+        return guarded(lambda: import_main(list(argv[1:])))
+    return guarded(lambda: run_command(_parser(), argv))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,15 +1,20 @@
-"""What the subcommands of `trainer ckpt` share."""
+"""What `trainer ckpt` and `trainer rollouts` share."""
 
+import argparse
 import json
 import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, TrainerError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from trainer.checkpoint.discovery import Checkpoint
+
+FAILED = 2
+"""Exit code of a command that ended with an error."""
 
 
 def pick(path: str) -> "Checkpoint":
@@ -50,3 +55,23 @@ def size(size_bytes: int) -> str:
             return f"{size:.4g} {unit}"
         size /= 1024
     return f"{size:.4g} GiB"
+
+
+def run_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
+    """Parses the arguments and calls the `run` that the parser has set for them."""
+    arguments = parser.parse_args(argv)
+    return arguments.run(arguments)
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Returns the command's exit code; 2 where it ends with an error, which is printed."""
+    try:
+        return command()
+    except SystemExit as stop:  # --help or a usage error, already printed
+        return int(stop.code or 0)
+    except TrainerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
+        sys.stderr.close()
+        return FAILED

@@ -1,31 +1,19 @@
 """`trainer rollouts show`: what the model wrote and what it got for it. None of it imports torch."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.cli.ckpt_common import console, print_json
-from trainer.errors import ConfigError, TrainerError
+from trainer.cli.ckpt_common import console, guarded, print_json, run_command
+from trainer.errors import ConfigError
 
-FAILED = 2
 _SHOWN_CHARS = 300  # of a prompt or completion in the table
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs `trainer rollouts` with the arguments after "rollouts"; returns 0 or 2 (error)."""
-    try:
-        arguments = _parser().parse_args(argv)
-        return arguments.run(arguments)
-    except SystemExit as stop:  # --help or a usage error, already printed
-        return int(stop.code or 0)
-    except TrainerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return FAILED
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
-        sys.stderr.close()
-        return FAILED
+    return guarded(lambda: run_command(_parser(), argv))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -96,7 +96,7 @@ def differences(saved: RunConfig, current: RunConfig, override: Iterable[str] = 
     before, now = _flat(saved), _flat(current)
     found = []
     for key in dict.fromkeys([*before, *now]):
-        if before.get(key) != now.get(key) and not _within(key, _START):
+        if before.get(key) != now.get(key) and not within(key, _START):
             found.append(Difference(key, before.get(key), now.get(key), _winner(key, tuple(override))))
     return found
 
@@ -106,12 +106,13 @@ def _flat(config: RunConfig) -> dict[str, Any]:
 
 
 def _winner(key: str, override: tuple[str, ...]) -> Literal["checkpoint", "config", "conflict"]:
-    if _within(key, override):
+    if within(key, override):
         return "config"
-    if _within(key, _CHECKPOINT):
+    if within(key, _CHECKPOINT):
         return "checkpoint"
-    return "conflict" if _within(key, _CONFLICT) else "config"
+    return "conflict" if within(key, _CONFLICT) else "config"
 
 
-def _within(key: str, names: tuple[str, ...]) -> bool:
+def within(key: str, names: Iterable[str]) -> bool:
+    """Whether `names` has the key, or a table that it is in."""
     return any(key == name or key.startswith(f"{name}.") for name in names)

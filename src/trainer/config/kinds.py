@@ -1,6 +1,6 @@
 """Which kind of run a config is for, where the command does not say it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from trainer.config.run import RL_TABLES, RLConfig, RunConfig, SFTConfig
@@ -14,7 +14,12 @@ def kind_of(argv: Sequence[str]) -> str:
 
     What is wrong with the arguments is not told here: loading them as that kind does.
     """
-    return "rl" if RL_TABLES & {*_of_files(argv), *_of_flags(argv)} else "sft"
+    return kind_of_tables({*_of_files(argv), *_of_flags(argv)})
+
+
+def kind_of_tables(tables: Iterable[str]) -> str:
+    """The same from the names of a config's tables."""
+    return "rl" if RL_TABLES & {*tables} else "sft"
 
 
 def _of_files(argv: Sequence[str]) -> set[str]:

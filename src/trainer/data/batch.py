@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.data.corpus import Corpus, Int64
+from trainer.data.corpus import Int64
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -151,7 +152,18 @@ def global_row_ids(per_rank: Sequence[Sequence[Sequence[list[str]]]]) -> list[li
     return [row for micro_batches in by_step for micro_batch in micro_batches for row in micro_batch if row]
 
 
-def assemble(corpus: Corpus, spec: BatchSpec, *, pack: bool) -> HostBatch:
+class Documents(Protocol):
+    """What is laid out in rows: a corpus, or rollouts."""
+
+    lengths: Int64
+    seq_len: int
+
+    def gather(self, documents: Int64, /) -> tuple[Int64, NDArray[np.bool_]]: ...
+
+    def sample_ids(self, documents: Int64, /) -> list[str]: ...
+
+
+def assemble(corpus: Documents, spec: BatchSpec, *, pack: bool) -> HostBatch:
     """Reads the tokens of a batch and lays them out. All rows are handled at once: no Python loop over documents."""
     rows = [row for micro in spec.micro_rows for row in micro]
     counts = np.array([row.size for row in rows])

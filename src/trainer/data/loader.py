@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from trainer.config.compare import within
 from trainer.config.data import DataConfig
 from trainer.core.log import logger
 from trainer.core.signals import ignore_in_worker
@@ -293,12 +294,12 @@ class BatchLoader:
         """Returns the keys that differ, all of them allowed."""
         current = self._sequence.order()
         changed = {key for key in current | saved if current.get(key) != saved.get(key)}
-        refused = sorted(key for key in changed if not _is_allowed(key, allow))
+        refused = sorted(key for key in changed if not within(key, allow))
         if not changed and cursor.plan:
             plan = self._sequence.plan(cursor.planned_epoch).digest
             if plan != cursor.plan:  # another version of numpy or of this package draws another order
                 changed = {"data"}
-                if not _is_allowed("data", allow):
+                if not within("data", allow):
                     raise CheckpointMismatch(
                         f"the plan of epoch {cursor.planned_epoch} is not the checkpoint's ({plan}, saved {cursor.plan}) "
                         "although all settings are equal: numpy or exact-trainer changed. Resume with the versions the "
@@ -324,10 +325,6 @@ class BatchLoader:
         for source, count in enumerate(shares(len(self._sequence.corpus), self._sequence.weights)):
             if count == 0:
                 logger.warning("data.sources[{}]: its weight is too small for even one document per epoch", source)
-
-
-def _is_allowed(key: str, allow: Collection[str]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in allow)
 
 
 def _loader(rows: _Rows, sampler: _Sampler, num_workers: int, pin_memory: bool) -> StatefulDataLoader:

@@ -64,7 +64,6 @@ class RolloutBatches:
         laid = lay_out(
             trained,
             index=self.source.taken - 1,
-            epoch=0,
             seq_len=config.data.seq_len,
             pack=config.data.pack,
             micro_batch_size=config.data.micro_batch_size,

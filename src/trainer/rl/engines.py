@@ -4,7 +4,6 @@ from trainer.config.run import RLConfig
 from trainer.models.base import CausalLM
 from trainer.rl.rollout import LocalEngine
 from trainer.rl.types import Generator, Sampling
-from trainer.rl.vllm.engine import VLLMEngine
 from trainer.train.supply import Place
 
 
@@ -17,6 +16,8 @@ def build_engine(config: RLConfig, model: CausalLM, place: Place[RLConfig]) -> G
     """
     if config.engine.type == "local":
         return LocalEngine(model, slots=config.engine.slots, snapshot=config.rl.max_lag > 0)
+    from trainer.rl.vllm.engine import VLLMEngine  # HTTP clients and processes, of no use to the engine above
+
     r = config.rl
     return VLLMEngine(
         model,

@@ -1,7 +1,7 @@
 """Rollouts laid out in rows: from groups to this rank's micro-batches."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.core.rng import numpy_generator
-from trainer.data.batch import BatchSpec, GlobalBatch, assemble, split_rows
+from trainer.data.batch import BatchSpec, GlobalBatch, MicroBatch, assemble, split_rows
 from trainer.data.packing import pack_rows
 from trainer.rl.batch import RolloutMicroBatch
 from trainer.rl.types import Rollout
@@ -22,13 +22,13 @@ class RolloutBatch(GlobalBatch):
     """A global batch of rollouts."""
 
     total_weight: float = 0.0
-    """What the summed loss of all ranks is divided by: it counts what the loss's own weights count."""
-    places: "list[list[tuple[int, int, int, int]]]" = None  # type: ignore[assignment]
+    """What the summed loss of all ranks is divided by: it counts what the loss's own weights count; never 0."""
+    places: list[list[tuple[int, int, int, int]]] = field(default_factory=list)
     """Where this rank's rollouts lie, by micro-batch: (rollout, row, first position, tokens)."""
 
     @property
     def denominator(self) -> float:
-        return max(self.total_weight, 1e-30)
+        return self.total_weight
 
 
 @dataclass
@@ -74,7 +74,6 @@ def lay_out(
     rollouts: Sequence[TrainedRollout],
     *,
     index: int,
-    epoch: int,
     seq_len: int,
     pack: bool,
     micro_batch_size: int,
@@ -96,23 +95,22 @@ def lay_out(
     rows = _rows(flat.lengths, seq_len, pack, numpy_generator(seed, "rollout rows", index))
     micro_rows = split_rows(rows, rank=rank, world_size=world_size, micro_batch_size=micro_batch_size)
     supervised = int(flat.trained.sum() - sum(bool(r.rollout.trained[0]) for r in rollouts if r.rollout.trained.size))
-    spec = BatchSpec(index, epoch, False, len(rows), len(rollouts), int(flat.lengths.sum()), supervised, micro_rows)
-    if not rollouts:
-        spec = BatchSpec(index, epoch, False, 0, 0, 0, 0, [])
-    laid = assemble(flat, spec, pack=pack).unpack() if rollouts else None  # type: ignore[arg-type]
-    table = _Table(rollouts)
-    micro_batches = [table.fill(micro) for micro in laid.micro_batches] if laid else [_padding(micro_batch_size)]
+    spec = BatchSpec(index, 0, False, len(rows), len(rollouts), int(flat.lengths.sum()), supervised, micro_rows)
+    micro_batches: list[MicroBatch] = [_padding(micro_batch_size)]
+    if rollouts:
+        table = _Table(rollouts)
+        micro_batches = [table.fill(micro) for micro in assemble(flat, spec, pack=pack).unpack().micro_batches]
     return RolloutBatch(
         index=index,
-        epoch=epoch,
+        epoch=0,  # prompts have no common one
         epoch_end=False,
-        micro_batches=micro_batches,  # type: ignore[arg-type]
+        micro_batches=micro_batches,
         rows=len(rows),
         documents=len(rollouts),
         tokens=spec.tokens,
         supervised_tokens=supervised,
         total_weight=total_weight,
-        places=_places(micro_rows, flat.lengths) if laid else [[]],
+        places=_places(micro_rows, flat.lengths) if rollouts else [[]],
     )
 
 
@@ -127,7 +125,7 @@ class _Table:
         self.advantages = torch.from_numpy(np.repeat(np.array([r.advantage for r in rollouts], np.float32), lengths))
         self.weights = torch.from_numpy(np.repeat(np.array([r.weight for r in rollouts], np.float32), lengths))
 
-    def fill(self, micro) -> RolloutMicroBatch:
+    def fill(self, micro: MicroBatch) -> RolloutMicroBatch:
         """Turns the places of tokens in `micro` into what lies there."""
         is_document = micro.document_ids >= 0
         supervised = micro.labels >= 0

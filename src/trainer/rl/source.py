@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from trainer.checkpoint.leaves import same
+from trainer.config.compare import within
 from trainer.config.run import RLConfig
 from trainer.core.distributed import World, gather_objects, raise_together
 from trainer.core.log import logger
@@ -250,7 +251,7 @@ class RolloutSource:
 
     def _check_order(self, saved: dict[str, Any]) -> None:
         changed = [key for key in self._order | saved if self._order.get(key) != saved.get(key)]
-        refused = [k for k in changed if not any(k == name or k.startswith(f"{name}.") for name in self._allow)]
+        refused = [key for key in changed if not within(key, self._allow)]
         if refused:
             lines = "\n".join(
                 f"  {key}: checkpoint {saved.get(key)!r}, now {self._order.get(key)!r}" for key in refused

@@ -4,9 +4,9 @@ from functools import partial
 
 from trainer.config.load import Loaded
 from trainer.config.run import SFTConfig
-from trainer.sft.loss import cross_entropy
 from trainer.sft.supply import supply
 from trainer.train import setup
+from trainer.train.cross_entropy import cross_entropy
 from trainer.train.loop import fit
 
 

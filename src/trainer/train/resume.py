@@ -6,9 +6,10 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from trainer.config.compare import Difference, differences
+from trainer.config.compare import Difference, differences, within
+from trainer.config.kinds import KINDS, kind_of_tables
 from trainer.config.rules import check_schedule
-from trainer.config.run import RL_TABLES, RLConfig, RunConfig, SFTConfig
+from trainer.config.run import RLConfig, RunConfig
 from trainer.errors import CheckpointMismatch
 
 C = TypeVar("C", bound=RunConfig)
@@ -69,7 +70,7 @@ def plan(config: RunConfig, saved: Mapping[str, Any]) -> ResumePlan:
     Raises:
         CheckpointMismatch: the data order or the optimizer would be another one, and no override says so.
     """
-    kind = RLConfig if RL_TABLES & saved.keys() else SFTConfig
+    kind = KINDS[kind_of_tables(saved)]
     try:
         before = kind.model_validate(saved)
     except ValidationError as error:
@@ -97,9 +98,9 @@ def plan(config: RunConfig, saved: Mapping[str, Any]) -> ResumePlan:
             f"optimizer state cannot be carried over; leave it out with --ckpt.skip-optimizer"
         )
     override_data = {name for name in override if name.split(".")[0] in ORDER}
-    if any(_covers(override, key) for key in DOCUMENTS):
+    if any(within(key, override) for key in DOCUMENTS):
         override_data.add("data.sources")
-    kept = [entry for key, entries in GROUP_ENTRIES.items() if _covers(override, key) for entry in entries]
+    kept = [entry for key, entries in GROUP_ENTRIES.items() if within(key, override) for entry in entries]
     return ResumePlan(
         differences=tuple(found),
         keep_group_entries=frozenset(kept),
@@ -139,7 +140,3 @@ def origins(given: Mapping[str, str], plan: ResumePlan) -> dict[str, str]:
         difference.key: "checkpoint" for difference in plan.differences if difference.winner == "checkpoint"
     }
     return {**given, **from_checkpoint}
-
-
-def _covers(names: tuple[str, ...], key: str) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in names)
