@@ -16,6 +16,8 @@ from trainer.kernels.linear_cross_entropy import (
     accumulation_dtype,
     block_tokens,
     default_chunk_tokens,
+    gather_rows,
+    padded_rows,
 )
 
 
@@ -77,12 +79,13 @@ class _LinearLogprobs(torch.autograd.Function):
         rows = (targets != IGNORED).nonzero().squeeze(1)
         wanted = targets[rows]
         results = torch.zeros(3, rows.numel(), dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
-        buffer = weight.new_empty((min(chunk_tokens, rows.numel()), weight.shape[0]))
+        buffer = weight.new_empty((padded_rows(min(chunk_tokens, rows.numel()), hidden), weight.shape[0]))
         for start in range(0, rows.numel(), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            inputs = hidden[rows[chunk]]
+            inputs = gather_rows(hidden, rows[chunk])
             logits = torch.mm(inputs, weight.t(), out=buffer[: len(inputs)])
-            _normalise(logits, wanted[chunk, None], temperature, results[:, chunk], entropy)
+            target = wanted[chunk, None]
+            _normalise(logits[: len(target)], target, temperature, results[:, chunk], entropy)
 
         ctx.save_for_backward(hidden, weight, rows, wanted, results)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
@@ -102,15 +105,16 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_weight.zero_()
         by_logprob = results.new_zeros(tokens) if grad_logprobs is None else grad_logprobs[rows]
         by_entropy = None if grad_entropy is None else grad_entropy[rows]
-        buffer = weight.new_empty((min(ctx.chunk_tokens, tokens), weight.shape[0]))
+        buffer = weight.new_empty((padded_rows(min(ctx.chunk_tokens, tokens), hidden), weight.shape[0]))
         for start in range(0, tokens, ctx.chunk_tokens):
             chunk = slice(start, start + ctx.chunk_tokens)
-            inputs = hidden[rows[chunk]]
+            inputs = gather_rows(hidden, rows[chunk])
             logits = torch.mm(inputs, weight.t(), out=buffer[: len(inputs)])
+            target = wanted[chunk, None]
             grads = (by_logprob[chunk], None if by_entropy is None else by_entropy[chunk])
-            _differentiate(logits, wanted[chunk, None], ctx.temperature, results[:, chunk], *grads)
+            _differentiate(logits[: len(target)], target, ctx.temperature, results[:, chunk], *grads)
             if grad_hidden is not None:
-                grad_hidden.index_copy_(0, rows[chunk], torch.mm(logits, weight))
+                grad_hidden.index_copy_(0, rows[chunk], torch.mm(logits, weight)[: len(target)])
             if grad_weight is not None:
                 accumulate_weight_gradient(grad_weight, logits, inputs, first=start == 0)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
