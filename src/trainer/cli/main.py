@@ -4,6 +4,7 @@ import os
 import sys
 import time
 
+from trainer.cli import streams
 from trainer.errors import ConfigError, TrainerError
 
 USAGE = """\
@@ -35,8 +36,22 @@ RANK_GRACE_SECONDS = 3.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand and return the exit code: 0, a TrainerError's ``exit_code``, 143 after SIGTERM, 130 after Ctrl-C."""
+    """Run one subcommand and return the exit code: 0, a TrainerError's ``exit_code``, 143 after SIGTERM, 130 after Ctrl-C,
+    141 where the reader of the output has gone."""
     argv = sys.argv[1:] if argv is None else argv
+    streams.prepare()
+    try:
+        code = _guarded(argv)
+        sys.stdout.flush()  # at exit Python would only grumble about what cannot be written
+        return code
+    except OSError as error:
+        if not streams.is_of_stdout(error):
+            raise
+        return streams.give_up_stdout(error)
+
+
+def _guarded(argv: list[str]) -> int:
+    """Run one subcommand; what went wrong is told in a line."""
     try:
         return _dispatch(argv)
     except ConfigError as error:
@@ -53,9 +68,6 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # trainer config ... | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -69,6 +81,8 @@ def _dispatch(argv: list[str]) -> int:
 
             print(f"exact-trainer {__version__}")
             return 0
+    _check_directory()
+    match command:
         case "sft" | "rl":
             return _train(command, rest)
         case "config":
@@ -97,6 +111,15 @@ def _dispatch(argv: list[str]) -> int:
     raise ConfigError(
         f"trainer has no command {command!r}; it has sft, rl, config, check, ckpt, plot and rollouts (trainer --help)"
     )
+
+
+def _check_directory() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            "the current directory has been removed, so no path can be found; go to one that exists (cd)"
+        ) from error
 
 
 def _train(kind: str, argv: list[str]) -> int:

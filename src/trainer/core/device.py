@@ -107,6 +107,15 @@ def _lock_pages(buffer: "torch.Tensor") -> None:
     weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that the GPU, or the host, has no memory left."""
+    import torch
+
+    text = str(error)
+    told = isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
+    return told or isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
 def peak_memory_gib(device: "torch.device") -> float:
     """Returns the peak memory of this process in GiB: allocated on the GPU, or resident on CPU."""
     if device.type == "cuda":

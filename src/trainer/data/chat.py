@@ -18,12 +18,12 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2 import TemplateError
+from jinja2 import TemplateNotFound, TemplateSyntaxError
 from numpy.typing import NDArray
 
 from trainer.core.log import logger
 from trainer.data.rows import Conversation, RowError, Text, with_text_arguments
-from trainer.data.spans import SpanFinder
+from trainer.data.spans import TEMPLATE_FAILURES, SpanFinder
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ Document = tuple[NDArray[np.int32], NDArray[np.uint8]]
 """Token ids [tokens] and mask [tokens]: 1 where the token is something the model shall learn to produce."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# What a template or tokenizer raises over one row's content; anything else is a bug and not caught.
-_ROW_FAILURES = (TemplateError, ValueError, TypeError, KeyError)
 
 
 class Encoder:
@@ -68,7 +66,9 @@ class Encoder:
             batch = list(group)
             try:
                 results += self._encode(kind[0], batch)
-            except _ROW_FAILURES as error:
+            except (TemplateSyntaxError, TemplateNotFound) as error:  # no row can mend that
+                raise self._unusable_template(error) from error
+            except TEMPLATE_FAILURES as error:
                 if len(batch) == 1:
                     results.append(self._encode_differently(kind[0], batch[0], error))
                 else:  # one of them is bad: find out which
@@ -83,9 +83,16 @@ class Encoder:
         if isinstance(document, Text):
             return RowError(f"cannot be tokenized: {_first_line(error)}")
         if any("tool_calls" in message for message in document.messages):
-            with suppress(*_ROW_FAILURES):  # the first error is the one to tell
+            with suppress(*TEMPLATE_FAILURES):  # the first error is the one to tell
                 return self._encode(kind, [with_text_arguments(document)])[0]
         return RowError(f"the chat template of {self.name} failed: {_first_line(error)}")
+
+    def _unusable_template(self, error: TemplateSyntaxError | TemplateNotFound) -> DataError:
+        where = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else "it needs another file: "
+        return DataError(
+            f"the chat template of {self.name} is no Jinja that can be used: {where}{error.message}; correct it, or give "
+            "another one as model.chat_template"
+        )
 
     def _kind(self, document: Text | Conversation) -> tuple[str, str]:
         """How a document is encoded; neighbours of equal kind are tokenized in one call."""
@@ -200,14 +207,19 @@ class Encoder:
         """Returns ids int32 [tokens] and character offsets int64 [tokens, 2] of each text."""
         if not texts:
             return []
-        encoded = self.tokenizer(
-            texts,
-            add_special_tokens=add_special_tokens,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
+        try:
+            encoded = self.tokenizer(
+                texts,
+                add_special_tokens=add_special_tokens,
+                return_offsets_mapping=True,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            raise ValueError(str(error)) from error  # how tokenizers says that a text has no tokens in its vocabulary
         pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         return [(np.asarray(ids, np.int32), np.asarray(offsets, np.int64).reshape(-1, 2)) for ids, offsets in pairs]
 

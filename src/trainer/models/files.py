@@ -128,6 +128,8 @@ def _weight_paths(model_dir: Path) -> dict[Path, set[str] | None]:
             names = by_file[model_dir / file]
             assert names is not None
             names.add(name)
+    except OSError as error:
+        raise ModelError(f"{index} cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{index} is not a safetensors index: {error!r}") from error
+        raise ModelError(f"{index} is not a safetensors index: {error!r}; download it again") from error
     return by_file

@@ -154,7 +154,7 @@ class HFModel(CausalLM):
         load: Any = AutoModelForCausalLM.from_pretrained
         try:
             model, info = load(model_dir, dtype=torch.float32, output_loading_info=True, local_files_only=True)
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # it raises many kinds; each means the same to the user
             raise ModelError(f"transformers cannot load the weights in {model_dir}: {error}") from error
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info.get(kind):
@@ -176,17 +176,24 @@ def transformers_on_meta(model_dir: Path) -> nn.Module:
 
 
 def _from_config(config: Any, model_dir: Path) -> Any:
-    """Returns transformers' model for the config, with SDPA where the architecture has it, else eager attention."""
+    """Returns transformers' model for the config, with SDPA where the architecture has it, else eager attention.
+
+    Raises:
+        ModelError: the architecture is no causal LM, or a number in the config makes no sense to it.
+    """
     import transformers
 
+    problem: Exception | None = None
     for attention in ("sdpa", "eager"):
         try:
             return transformers.AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=attention
             )
-        except ValueError as error:
+        except Exception as error:  # a wrong number surfaces as whatever its architecture's code does with it
             problem = error
-    raise ModelError(f"transformers cannot build a causal LM from {model_dir}/config.json: {problem}") from problem
+    raise ModelError(
+        f"transformers cannot build a causal LM from {model_dir}/config.json: {type(problem).__name__}: {problem}"
+    ) from problem
 
 
 def _load_config(model_dir: Path) -> Any:
@@ -194,7 +201,7 @@ def _load_config(model_dir: Path) -> Any:
 
     try:
         return transformers.AutoConfig.from_pretrained(model_dir, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # it validates types with an Exception of its own
         raise ModelError(f"transformers cannot read {model_dir}/config.json: {error}") from error
 
 

@@ -108,8 +108,18 @@ def _fill(model: CausalLM, source: WeightSource, model_dir: Path, seed: int) -> 
             local[:kept].copy_(source.rows(stored, old))
             if tied is not None and name == tied[0] and set(tied) <= source.names():
                 _check_tied(source, tied, old, model_dir)
+        if not _is_finite(local[:kept]):
+            raise ModelError(
+                f"{model_dir}: {stored} holds NaN or infinite values: training could only make more of them. The file is "
+                "damaged, or the run that wrote it had diverged; download it again, or take other weights"
+            )
         if grows and kept < len(local):
             local[kept:].copy_(model.initializer(seed)(name)[rows.start + kept : rows.stop])
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """One pass without a copy: the least and the greatest value are NaN if any value is."""
+    return not tensor.numel() or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
 def _check_tied(source: WeightSource, tied: tuple[str, str], rows: slice, model_dir: Path) -> None:

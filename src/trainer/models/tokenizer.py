@@ -25,10 +25,10 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerFast":
     tokenizer_dir = resolve_model_dir(config.tokenizer or config.name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except Exception as error:  # a damaged file is a bare Exception of tokenizers, or whatever transformers trips over
         raise ModelError(
-            f"{tokenizer_dir} holds no tokenizer that transformers can load: {error}; "
-            "set model.tokenizer to a directory that has tokenizer.json"
+            f"{tokenizer_dir} holds no tokenizer that transformers can load: {str(error) or type(error).__name__}; "
+            "download it again, or set model.tokenizer to a directory that has a sound tokenizer.json"
         ) from error
     if not tokenizer.is_fast:
         raise ModelError(
@@ -42,10 +42,15 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerFast":
     return tokenizer
 
 
+def vocabulary_rows(tokenizer: "PreTrainedTokenizerFast") -> int:
+    """Returns how many rows an embedding needs: the tokenizer's highest id plus one, for its ids may have holes."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
+
+
 def _read_template(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ModelError(f"model.chat_template: {path} cannot be read: {error}") from error
 
 

@@ -10,7 +10,7 @@ from trainer.data.batch import GlobalBatch
 from trainer.data.build import TrainData, build_data
 from trainer.data.loader import BatchLoader
 from trainer.data.validation import validation_batches
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError
 from trainer.train.boundary import Boundaries
 from trainer.train.run import Run
 from trainer.train.step import LossFunction, evaluate
@@ -22,7 +22,8 @@ class SFTSupply(Supply):
 
     Raises:
         DataError: the documents cannot be read, or there is none to train or validate on.
-        ConfigError: the schedule does not fit into the steps that `epochs` comes to.
+        ConfigError: the schedule does not fit into the steps that `epochs` comes to; from `attach`, synthetic tokens are
+            not in the model's vocabulary.
     """
 
     keeps_cycles = True
@@ -53,6 +54,14 @@ class SFTSupply(Supply):
             return batches * -(-batch_size // rows) + -(-rest // rows)
 
         return Boundaries(-(-batch_size // rows), config.epoch_end, micro_steps_in)
+
+    def attach(self, run: Run) -> None:
+        fake = self._config.data.fake
+        if fake is not None and fake.vocab_size > run.model.vocab_size:
+            raise ConfigError(
+                f"data.fake.vocab_size = {fake.vocab_size}, but {self._config.model.name} has a vocabulary of "
+                f"{run.model.vocab_size}: synthetic tokens beyond it have no embedding; lower data.fake.vocab_size"
+            )
 
     def measure(self, run: Run, pause: Callable[[], bool]) -> dict[str, float] | None:
         measured = evaluate(run.model, run.loss_function, self._held_out, device=run.device, pause=pause)

@@ -15,6 +15,10 @@ from trainer.core.lock import DirectoryLock
 from trainer.errors import LaunchError
 
 
+IDENTITY = "run.json"
+"""File that holds the run's id; whoever finds it knows that the directory is a run's."""
+
+
 def is_used(run_dir: Path) -> bool:
     """Whether a run has written here before."""
     checkpoints = run_dir / "checkpoints"
@@ -26,8 +30,8 @@ def opened(config: RunConfig) -> Iterator[Path]:
     """Yields the directory of a run, made and held by rank 0 while the block runs; collective.
 
     Raises:
-        LaunchError: on every rank; a fresh run or a fork would write into another run's directory, another process
-            trains in it, or it cannot be made.
+        LaunchError: on every rank; a fresh run or a fork would write into another run's directory or replace files that
+            no run wrote, another process trains in it, or it cannot be made.
     """
     lock = DirectoryLock()
     try:
@@ -43,6 +47,7 @@ def _prepare(config: RunConfig, lock: DirectoryLock) -> Path:
         run_dir.mkdir(parents=True, exist_ok=True)
         _hold(lock, run_dir)
         _refuse_another_run(config, run_dir)  # it may have come while this process waited
+        _refuse_what_is_no_run(run_dir)
         if _is_another_run(config, run_dir):
             _move_aside(run_dir, lock)
         for folder in (run_dir / "checkpoints", run_dir / "logs"):
@@ -63,6 +68,18 @@ def _refuse_another_run(config: RunConfig, run_dir: Path) -> None:
             f"{run_dir} already holds a run. Continue it with --resume, move it aside with --overwrite, "
             f"or choose another --output-dir"
         )
+
+
+def _refuse_what_is_no_run(run_dir: Path) -> None:
+    """A run replaces its config.toml and its weights/; in a directory that no run has used they are somebody's own."""
+    if is_used(run_dir) or (run_dir / IDENTITY).exists():
+        return
+    for name in ("config.toml", "weights"):
+        if (run_dir / name).exists():
+            raise LaunchError(
+                f"{run_dir} holds {name}, which no run has written and this one would replace; choose another --output-dir, "
+                "or move it away"
+            )
 
 
 def _hold(lock: DirectoryLock, run_dir: Path) -> None:
@@ -98,11 +115,11 @@ def write_identity(config: RunConfig, origins: Mapping[str, str], run_dir: Path)
     Raises:
         LaunchError: a file cannot be written, or run.json is damaged.
     """
-    path = run_dir / "run.json"
+    path = run_dir / IDENTITY
     try:
-        write_atomic(run_dir / "config.toml", dump_toml(config, origins).encode())
-        if not path.exists():
+        if not path.exists():  # before everything else that a run replaces
             write_atomic(path, (json.dumps({"run_id": secrets.token_hex(4)}) + "\n").encode())
+        write_atomic(run_dir / "config.toml", dump_toml(config, origins).encode())
         run_id = json.loads(path.read_text())["run_id"]
     except OSError as error:
         raise LaunchError(

@@ -1,0 +1,97 @@
+"""Mistakes that only a started run can find: one error that says what to do, and nothing is lost."""
+
+import json
+import shutil
+
+import pytest
+
+from support.runs import REPO, metrics, sft
+from trainer.errors import ConfigError, DataError, ModelError, TrainingError
+
+TINY = REPO / "configs/debug/assets/tiny-llama"
+SHORT = ["--max-steps=2", "--scheduler.warmup-steps=0", "--val.interval=0", "--ckpt.interval=0"]
+
+
+def test_synthetic_tokens_beyond_the_vocabulary(tmp_path):
+    fake = ["--data.sources=[]", "--data.val-documents=0", "--data.fake.documents=50", "--data.fake.vocab-size=385"]
+    with pytest.raises(ConfigError, match=r"data.fake.vocab_size = 385, but .*tiny-llama has a vocabulary of 384"):
+        sft(tmp_path / "run", *SHORT, *fake)
+    sft(tmp_path / "run", *SHORT, *fake, "--data.fake.vocab-size=384")
+
+
+def test_memory_that_runs_out(tmp_path, monkeypatch):
+    def greedy(model, micro_batch, **_):
+        import torch
+
+        return torch.empty(2**60, dtype=torch.uint8).sum()
+
+    monkeypatch.setattr("trainer.sft.train.cross_entropy", greedy)
+    with pytest.raises(TrainingError, match="(?s)out of memory: .*data.micro_batch_size.*activation_checkpointing"):
+        sft(tmp_path / "run", *SHORT)
+
+
+def test_errors_of_the_code_keep_their_traceback(tmp_path, monkeypatch):
+    def wrong(model, micro_batch, **_):
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr("trainer.sft.train.cross_entropy", wrong)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        sft(tmp_path / "run", *SHORT)
+
+
+def test_a_token_far_behind_the_others_has_an_embedding(tmp_path):
+    """The tokenizer counts 385 tokens, but its last id is 399."""
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    content = json.loads((model / "tokenizer.json").read_text())
+    far = {"id": 399, "content": "<far>", "single_word": False, "lstrip": False, "rstrip": False}
+    content["added_tokens"].append(far | {"normalized": False, "special": True})
+    content["model"]["vocab"]["<far>"] = 399
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "a.jsonl").write_text('{"text": "to <far> and back"}\n' * 20)
+    flags = [*SHORT, "--model.name", model, "--data.sources.0.path", tmp_path / "a.jsonl", "--data.val-documents=0"]
+    sft(tmp_path / "run", *flags)
+    assert json.loads((tmp_path / "run" / "weights" / "config.json").read_text())["vocab_size"] == 400
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_attention_heads": "four"}, "transformers cannot (read|build)"),
+        ({"num_attention_heads": 0}, "transformers cannot build a causal LM"),
+        ({"hidden_act": "nonsense"}, "transformers cannot build a causal LM"),
+        ({"model_type": "nonsense"}, "transformers cannot read"),
+        ({"vocab_size": -5}, "transformers cannot"),
+    ],
+)
+def test_a_config_json_that_makes_no_sense_to_transformers(tmp_path, changes, message):
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ModelError, match=message):
+        sft(tmp_path / "run", *SHORT, "--model.impl=hf", "--model.name", model)
+
+
+def test_data_that_changed_between_stop_and_resume(tmp_path):
+    """Edited, reordered, shortened, lengthened: refused with the reason, whatever the names say; restored, it goes on."""
+    path, run_dir = tmp_path / "a.jsonl", tmp_path / "run"
+    lines = (REPO / "configs/debug/assets/chat.jsonl").read_text().splitlines(keepends=True)
+    flags = [*SHORT, "--max-steps=4", "--data.sources.0.path", path, "--data.val-documents=0"]
+    path.write_text("".join(lines))
+    sft(run_dir, *flags, "--stop-step=2")
+    for changed in (
+        [line.replace("24.", "25.") for line in lines],
+        lines[::-1],
+        lines[:100],
+        [*lines, lines[0]],
+    ):
+        path.write_text("".join(changed))
+        with pytest.raises(Exception, match=r"data.sources: checkpoint(.|\n)*a file, the tokenizer.*have changed"):
+            sft(run_dir, *flags, "--resume")
+    path.unlink()
+    with pytest.raises(DataError, match="does not exist"):
+        sft(run_dir, *flags, "--resume")
+    (tmp_path / "b.jsonl").write_text("".join(lines))  # the same documents elsewhere
+    sft(run_dir, *flags, "--resume", "--data.sources.0.path", tmp_path / "b.jsonl")
+    assert [row["step"] for row in metrics(run_dir)] == [1, 2, 3, 4]
