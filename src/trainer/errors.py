@@ -56,3 +56,8 @@ class CheckpointMismatch(CheckpointError):
 
 class TrainingError(TrainerError):
     pass
+
+
+def first_line(error: BaseException) -> str:
+    """Returns how an error of a library is told: its first line, or its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -87,7 +87,9 @@ def test_a_rendezvous_that_cannot_be_is_told(monkeypatch, port):
         number = str(taken.getsockname()[1]) if port == "taken" else {"none": "99999999"}.get(port, port)
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": number}.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(LaunchError, match=f"rank 0 of 2 cannot meet the others at .*127.0.0.1:{number}: .*torchrun"):
+        with pytest.raises(
+            LaunchError, match=f"rank 0 of 2 cannot meet the others at .*127.0.0.1:{number}: .*torchrun"
+        ):
             with distributed.process_group(torch.device("cpu"), 5):
                 pass
 

@@ -168,14 +168,21 @@ def test_missing_template_is_fatal_and_says_what_to_do():
     [
         ("{% for message in messages %}\n{{ message.content }}", "line 2: .*end"),
         ("{{ messages[0].content | no_such_filter }}", "line 1: .*no_such_filter"),
-        ("{% include 'other.jinja' %}", "needs another file"),
     ],
 )
 def test_a_template_that_cannot_be_compiled_is_no_rows_fault(template, where):
     """Not the first row's: nobody should go and mend that, or have all rows skipped."""
     encoder = Encoder(byte_tokenizer(template), ["assistant"])
-    with pytest.raises(DataError, match=f"chat template of .* is no Jinja that can be used: {where}.*model.chat_template"):
+    with pytest.raises(DataError, match=f"chat template of .* cannot be used: {where}.*model.chat_template"):
         encoder.encode([Conversation(TWO_TURNS)] * 2)
+
+
+@pytest.mark.parametrize(("template", "where"), [(5, "it is 5 and no text"), ({"a": "b"}, "multiple chat templates")])
+def test_a_template_that_is_no_text_is_told(template, where):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match=f"chat template of .* cannot be used: .*{where}"):
+        Encoder(tokenizer, ["assistant"]).encode([Conversation(TWO_TURNS)])
 
 
 @pytest.mark.parametrize(
@@ -196,9 +203,11 @@ def test_a_text_that_the_vocabulary_cannot_express_is_the_rows_error():
     words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="[UNK]"))
     words.pre_tokenizer = Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="b")
-    results = Encoder(tokenizer, ["assistant"]).encode([Text("a b"), Text("a c"), Text("a")])
-    assert isinstance(results[1], RowError) and "cannot be tokenized" in str(results[1])
-    assert not isinstance(results[0], RowError) and not isinstance(results[2], RowError)
+    tokenizer.chat_template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    for good, bad in ((Text("a b"), Text("a c")), (Conversation([assistant("a")]), Conversation([assistant("c")]))):
+        results = Encoder(tokenizer, ["assistant"]).encode([good, bad, good])
+        assert isinstance(results[1], RowError) and "cannot be tokenized: WordLevel error" in str(results[1])
+        assert not isinstance(results[0], RowError) and not isinstance(results[2], RowError)
 
 
 MARKS_TEXT_ONLY = templates.MARKED.replace(

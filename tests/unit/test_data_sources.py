@@ -193,7 +193,7 @@ def test_a_parquet_row_that_is_no_text_spares_its_neighbours(tmp_path):
 
 def test_parquet_columns_that_no_format_has_are_not_read(tmp_path):
     """Such as a time that Python cannot hold."""
-    times = pa.array([2**62], pa.timestamp("s"))
+    times = pa.array([2**62], pa.timestamp("us"))
     pq.write_table(pa.table({"text": ["x"], "time": times}), tmp_path / "a.parquet")
     assert texts(tmp_path / "a.parquet") == ["x"]
 
@@ -203,7 +203,7 @@ def test_a_damaged_data_set_folder_is_an_error(tmp_path, damage):
     from datasets import Dataset
 
     Dataset.from_dict({"text": ["x"] * 20}).save_to_disk(str(tmp_path / "saved"))
-    (tmp_path / "saved" / damage).write_bytes(b"{}")
+    (tmp_path / "saved" / damage).write_bytes(b"{")
     with pytest.raises(DataError, match="not a readable data set folder|cannot be read"):
         list(open_source(SourceConfig(path=str(tmp_path / "saved"))))
 

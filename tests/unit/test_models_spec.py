@@ -62,9 +62,15 @@ def test_sliding_window_layers():
         ({"initializer_range": -0.02}, "initializer_range must be a number >= 0"),
         ({"rope_theta": "x"}, "rope_theta must be a positive number, found 'x'"),
         ({"rope_theta": 10**400}, "rope_theta must be a positive number"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": -1}}, "rope_parameters.rope_theta must be a positive"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": -1}},
+            "rope_parameters.rope_theta must be a positive",
+        ),
         ({"rope_theta": 1.0}, "rope_theta must be above 1"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling.factor must be a positive number, found 0"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 0}},
+            "rope_scaling.factor must be a positive number, found 0",
+        ),
         ({"rope_scaling": {"rope_type": ["linear"]}}, r"rope_scaling.rope_type = \['linear'\]"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
         (
@@ -80,7 +86,10 @@ def test_sliding_window_layers():
         ({"attention_bias": 1}, "attention_bias must be true or false"),
         ({"model_type": "qwen2", "layer_types": 5}, "layer_types must be a list of names, found 5"),
         ({"model_type": "qwen2", "layer_types": [["a"], ["b"]]}, "layer_types must be a list of names"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": "8"}, "sliding_window must be a positive"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": "8"},
+            "sliding_window must be a positive",
+        ),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 0}, "sliding_window must be a positive"),
         ({"model_type": "qwen2", "max_window_layers": "x"}, "max_window_layers must be a number >= 0"),
     ],

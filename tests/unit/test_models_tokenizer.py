@@ -77,6 +77,15 @@ def test_ids_with_holes_have_rows(tmp_path):
     far = load_tokenizer(ModelConfig(name=str(tmp_path)))
     assert far.convert_tokens_to_ids("<far>") == count + 20 and len(far) < count + 20
     assert vocabulary_rows(far) == count + 21
+    content["added_tokens"][-1]["id"] = content["model"]["vocab"]["<far>"] = 10**8
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="the id of token '<far>' is 100000000"):
+        vocabulary_rows(load_tokenizer(ModelConfig(name=str(tmp_path))))
+
+
+def test_which_directory_is_meant(tmp_path):
+    with pytest.raises(ModelError, match="^model.tokenizer = '/nowhere/x' is not a directory"):
+        load_tokenizer(ModelConfig(name=str(tmp_path), tokenizer="/nowhere/x"))
 
 
 @pytest.mark.parametrize("eos", [2, [2, 5]])

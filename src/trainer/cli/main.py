@@ -41,13 +41,10 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     streams.prepare()
     try:
-        code = _guarded(argv)
-        sys.stdout.flush()  # at exit Python would only grumble about what cannot be written
-        return code
-    except OSError as error:
-        if not streams.is_of_stdout(error):
-            raise
-        return streams.give_up_stdout(error)
+        with streams.watched_output():
+            return _guarded(argv)
+    except streams.OutputLost as lost:
+        return streams.give_up_output(lost)
 
 
 def _guarded(argv: list[str]) -> int:

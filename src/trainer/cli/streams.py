@@ -2,6 +2,9 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 READER_GONE = 141
 """Exit code where the reader of a pipe, such as `head`, has seen enough: 128 + SIGPIPE, as of any program."""
@@ -24,19 +27,52 @@ def prepare() -> None:
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def is_of_stdout(error: OSError) -> bool:
-    """Whether it is standard output that cannot be written: then a second attempt fails in the same way."""
+class OutputLost(Exception):
+    """Standard output cannot be written. Told apart from every other OSError: a broken pipe may be a loader process's."""
+
+    def __init__(self, error: OSError):
+        super().__init__(str(error))
+        self.error = error
+
+
+class _Output:
+    """Standard output, but for the kind of its errors."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            raise OutputLost(error) from error
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            raise OutputLost(error) from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def watched_output() -> Iterator[None]:
+    """Inside, what cannot be printed is an OutputLost; at the end all is printed."""
+    stream = sys.stdout
+    sys.stdout = _Output(stream)
     try:
-        sys.stdout.flush()
-    except OSError as again:
-        return again.errno == error.errno
-    return False
+        yield
+        sys.stdout.flush()  # at exit Python would only grumble about it
+    finally:
+        sys.stdout = stream
 
 
-def give_up_stdout(error: OSError) -> int:
+def give_up_output(lost: OutputLost) -> int:
     """Drops what is still to be printed, and says so unless the reader has gone by itself. Returns the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if isinstance(error, BrokenPipeError):
+    if isinstance(lost.error, BrokenPipeError):
         return READER_GONE
-    print(f"error: standard output cannot be written: {error.strerror}; send it elsewhere", file=sys.stderr)
+    print(f"error: standard output cannot be written: {lost.error.strerror}; send it elsewhere", file=sys.stderr)
     return 1

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.core.log import logger
-from trainer.errors import LaunchError, TrainerError
+from trainer.errors import LaunchError, TrainerError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-_HOW_TO_START = "start with torchrun (--nproc-per-node N -m trainer ...), or unset RANK and WORLD_SIZE for a single process"
+_HOW_TO_START = (
+    "start with torchrun (--nproc-per-node N -m trainer ...), or unset RANK and WORLD_SIZE for a single process"
+)
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,15 @@ def process_group(device: "torch.device", timeout_seconds: int):
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # nobody else would say what is waited for
-        logger.info(f"rank {world.rank} of {world.size}: meeting the others at {place}, for {timeout_seconds} s at most")
+        logger.info(
+            f"rank {world.rank} of {world.size}: meeting the others at {place}, for {timeout_seconds} s at most"
+        )
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
     except (RuntimeError, ValueError, OSError) as error:
         raise LaunchError(
             f"rank {world.rank} of {world.size} cannot meet the others at MASTER_ADDR:MASTER_PORT = {place}: "
-            f"{(str(error).splitlines() or [type(error).__name__])[0]}. Each rank must be started, once, and the port be free on that host; "
+            f"{first_line(error)}. Each rank must be started, once, and the port be free on that host; "
             f"{_HOW_TO_START}"
         ) from error
     try:

@@ -18,13 +18,13 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2 import TemplateNotFound, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
 from numpy.typing import NDArray
 
 from trainer.core.log import logger
 from trainer.data.rows import Conversation, RowError, Text, with_text_arguments
 from trainer.data.spans import TEMPLATE_FAILURES, SpanFinder
-from trainer.errors import DataError
+from trainer.errors import DataError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -33,6 +33,10 @@ Document = tuple[NDArray[np.int32], NDArray[np.uint8]]
 """Token ids [tokens] and mask [tokens]: 1 where the token is something the model shall learn to produce."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class _NotInVocabulary(ValueError):
+    """A text has no tokens in the vocabulary. tokenizers says so with a bare Exception."""
 
 
 class Encoder:
@@ -66,8 +70,8 @@ class Encoder:
             batch = list(group)
             try:
                 results += self._encode(kind[0], batch)
-            except (TemplateSyntaxError, TemplateNotFound) as error:  # no row can mend that
-                raise self._unusable_template(error) from error
+            except TemplateSyntaxError as error:  # no row can mend that
+                raise self._unusable_template(f"line {error.lineno}: {error.message}") from error
             except TEMPLATE_FAILURES as error:
                 if len(batch) == 1:
                     results.append(self._encode_differently(kind[0], batch[0], error))
@@ -76,22 +80,27 @@ class Encoder:
         return results
 
     def _encode(self, kind: str, batch: list[Any]) -> list[Document | RowError]:
-        return {"text": self._encode_texts, "marked": self._encode_marked, "chat": self._encode_chats}[kind](batch)
+        encode = {"text": self._encode_texts, "marked": self._encode_marked, "chat": self._encode_chats}[kind]
+        try:
+            return encode(batch)
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            raise _NotInVocabulary(str(error)) from error
 
     def _encode_differently(self, kind: str, document: Text | Conversation, error: Exception) -> Document | RowError:
         """The second and last attempt at a document."""
-        if isinstance(document, Text):
-            return RowError(f"cannot be tokenized: {_first_line(error)}")
+        if isinstance(document, Text) or isinstance(error, _NotInVocabulary):
+            return RowError(f"cannot be tokenized: {first_line(error)}")
         if any("tool_calls" in message for message in document.messages):
             with suppress(*TEMPLATE_FAILURES):  # the first error is the one to tell
                 return self._encode(kind, [with_text_arguments(document)])[0]
-        return RowError(f"the chat template of {self.name} failed: {_first_line(error)}")
+        return RowError(f"the chat template of {self.name} failed: {first_line(error)}")
 
-    def _unusable_template(self, error: TemplateSyntaxError | TemplateNotFound) -> DataError:
-        where = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else "it needs another file: "
+    def _unusable_template(self, reason: str) -> DataError:
         return DataError(
-            f"the chat template of {self.name} is no Jinja that can be used: {where}{error.message}; correct it, or give "
-            "another one as model.chat_template"
+            f"the chat template of {self.name} cannot be used: {reason}; correct it, or give another one as "
+            "model.chat_template"
         )
 
     def _kind(self, document: Text | Conversation) -> tuple[str, str]:
@@ -109,7 +118,12 @@ class Encoder:
                 f"the tokenizer {self.name} has no chat template, which rows of messages need; "
                 "set model.chat_template to a Jinja file, or use an instruction-tuned model's tokenizer"
             )
-        template = self.tokenizer.get_chat_template(None, tools)
+        try:
+            template = self.tokenizer.get_chat_template(None, tools)
+        except ValueError as error:  # several ones, and none of them is the default
+            raise self._unusable_template(first_line(error)) from error
+        if not isinstance(template, str):
+            raise self._unusable_template(f"it is {template!r} and no text")
         if not self._checked_template:
             self._checked_template = True
             if "strftime_now" in template:
@@ -207,19 +221,14 @@ class Encoder:
         """Returns ids int32 [tokens] and character offsets int64 [tokens, 2] of each text."""
         if not texts:
             return []
-        try:
-            encoded = self.tokenizer(
-                texts,
-                add_special_tokens=add_special_tokens,
-                return_offsets_mapping=True,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                verbose=False,
-            )
-        except Exception as error:
-            if type(error) is not Exception:
-                raise
-            raise ValueError(str(error)) from error  # how tokenizers says that a text has no tokens in its vocabulary
+        encoded = self.tokenizer(
+            texts,
+            add_special_tokens=add_special_tokens,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
         pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         return [(np.asarray(ids, np.int32), np.asarray(offsets, np.int64).reshape(-1, 2)) for ids, offsets in pairs]
 
@@ -227,7 +236,3 @@ class Encoder:
 @lru_cache
 def _marks_generation(template: str) -> bool:
     return _GENERATION.search(template) is not None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -15,14 +15,16 @@ from trainer.config.data import SourceConfig
 from trainer.core.files import local_path, xxh3
 from trainer.core.log import logger
 from trainer.data.rows import COLUMNS
-from trainer.errors import DataError
+from trainer.errors import DataError, first_line
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from pyarrow import RecordBatch
 
 FILE_TYPES = (".jsonl", ".parquet")
-_DATA_TYPES = frozenset((".arrow", ".bz2", ".csv", ".gz", ".json", ".ndjson", ".tsv", ".xz", ".zip", ".zst", *FILE_TYPES))
+_DATA_TYPES = frozenset(
+    (".arrow", ".bz2", ".csv", ".gz", ".json", ".ndjson", ".tsv", ".xz", ".zip", ".zst", *FILE_TYPES)
+)
 """Endings of files that probably hold data; those that are not read are told of."""
 _NOT_TEXT = {
     b"\x1f\x8b": "gzip-compressed: decompress it",
@@ -106,7 +108,9 @@ def _open_folder(config: SourceConfig, path: Path) -> Source:
             what = f"a link to {file.readlink()}, which does not exist" if file.is_symlink() else "no regular file"
             raise DataError(f"{file} is {what}; remove it from the folder, or put the file in its place")
     if files:
-        left_out = [file for file in shown if file.suffix.lower() in _DATA_TYPES and file not in files and file.is_file()]
+        left_out = [
+            file for file in shown if file.suffix.lower() in _DATA_TYPES and file not in files and file.is_file()
+        ]
         if left_out:
             logger.warning(
                 "{}: {} files are read; left out {} of other kinds, such as {}",
@@ -281,13 +285,13 @@ def _load_dataset(config: SourceConfig) -> "Dataset":
     try:
         return load_dataset(config.path, config.subset, split=config.split)
     except Exception as error:  # of the network, the hub, the files' formats: each means the same to the user
-        raise DataError(
-            f"cannot load data set {name}, split {config.split!r}: {first_line(error)}\n"
-            "If the hub cannot be reached from here, download the data set elsewhere and give the path of a folder of "
+        cause = f" ({first_line(error.__cause__)})" if error.__cause__ is not None else ""
+        hint = (
+            "Give a folder of .jsonl or .parquet files, or a datasets.save_to_disk folder; these are read without guessing."
+            if local_path(config.path).exists()
+            else "If the hub cannot be reached from here, download the data set elsewhere and give the path of a folder of "
             ".jsonl or .parquet files, or of a datasets.save_to_disk folder."
+        )
+        raise DataError(
+            f"cannot load data set {name}, split {config.split!r}: {first_line(error)}{cause}\n{hint}"
         ) from error
-
-
-def first_line(error: Exception) -> str:
-    """Returns how an error of a library is told: its first line, or its kind where it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -60,6 +60,19 @@ def load_weights(model: CausalLM, model_dir: Path, *, seed: int) -> None:
     _fill(model, source, model_dir, seed)
 
 
+def check_files(model: CausalLM, model_dir: Path) -> None:
+    """Checks that the directory's files hold the tensors of the model; it may be on the meta device. No tensor is read.
+
+    Raises:
+        ModelError: a file or a tensor is missing or there are too many.
+    """
+    with open_weights(model_dir) as files:
+        if (
+            type(model).converted_weights is CausalLM.converted_weights
+        ):  # else other names may do, and loading will tell
+            _raise_if(_key_problems(model, files), model_dir)
+
+
 def tied_names(model: CausalLM) -> tuple[str, str] | None:
     """Returns (embedding's name, output's name) of a tied weight, None if the model ties nothing."""
     if not model.tied:

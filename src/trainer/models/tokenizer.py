@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+MAX_ROWS = 2**24
+"""More tokens than any tokenizer has; a table of that many rows is gigabytes in itself."""
+
+
 def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerFast":
     """Returns the tokenizer of `model.tokenizer` (default: the one beside the model), with `model.chat_template`.
 
@@ -22,7 +26,9 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerFast":
     """
     from transformers import AutoTokenizer
 
-    tokenizer_dir = resolve_model_dir(config.tokenizer or config.name)
+    tokenizer_dir = resolve_model_dir(
+        config.tokenizer or config.name, "model.tokenizer" if config.tokenizer else "model.name"
+    )
     try:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, local_files_only=True)
     except Exception as error:  # a damaged file is a bare Exception of tokenizers, or whatever transformers trips over
@@ -43,8 +49,18 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerFast":
 
 
 def vocabulary_rows(tokenizer: "PreTrainedTokenizerFast") -> int:
-    """Returns how many rows an embedding needs: the tokenizer's highest id plus one, for its ids may have holes."""
-    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
+    """Returns how many rows an embedding needs: the tokenizer's highest id plus one, for its ids may have holes.
+
+    Raises:
+        ModelError: more than any embedding has.
+    """
+    token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+    if highest >= MAX_ROWS:
+        raise ModelError(
+            f"{tokenizer.name_or_path}: the id of token {token!r} is {highest}, behind the last row of any embedding "
+            f"({MAX_ROWS}); tokenizer.json is damaged: download it again"
+        )
+    return max(len(tokenizer), highest + 1)
 
 
 def _read_template(path: Path) -> str:

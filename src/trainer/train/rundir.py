@@ -14,15 +14,14 @@ from trainer.core.files import write_atomic
 from trainer.core.lock import DirectoryLock
 from trainer.errors import LaunchError
 
-
 IDENTITY = "run.json"
 """File that holds the run's id; whoever finds it knows that the directory is a run's."""
 
 
 def is_used(run_dir: Path) -> bool:
-    """Whether a run has written here before."""
-    checkpoints = run_dir / "checkpoints"
-    return (run_dir / "metrics.jsonl").exists() or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+    """Whether a run has left rows or checkpoints here; one that ended before its first step can simply be started again."""
+    metrics, checkpoints = run_dir / "metrics.jsonl", run_dir / "checkpoints"
+    return (metrics.exists() and metrics.stat().st_size > 0) or (checkpoints.is_dir() and any(checkpoints.iterdir()))
 
 
 @contextmanager

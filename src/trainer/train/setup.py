@@ -19,9 +19,9 @@ from trainer.core import distributed
 from trainer.core.distributed import World, on_main, world_from_env
 from trainer.core.log import logger, setup_logging
 from trainer.core.signals import Requests
-from trainer.errors import CorruptCheckpoint, LaunchError, TrainingError
+from trainer.errors import CorruptCheckpoint, LaunchError, TrainingError, first_line
 from trainer.models.base import CausalLM
-from trainer.models.build import build_model
+from trainer.models.build import build_model, check_model
 from trainer.models.hf import export_hf
 from trainer.models.roles import parameter_roles
 from trainer.models.state import ModelState
@@ -93,9 +93,8 @@ def _memory_that_runs_out() -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not devices.is_out_of_memory(error):
             raise
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise TrainingError(
-            f"out of memory: {why}. Less is needed with a smaller data.micro_batch_size (the step stays the same) or "
+            f"out of memory: {first_line(error)}. Less is needed with a smaller data.micro_batch_size (same step) or "
             'data.seq_len, model.activation_checkpointing = "full", model.offload = "full", or more ranks to shard over'
         ) from error
 
@@ -150,6 +149,7 @@ def _build(
     run_id = on_main(rundir.write_identity, config, resume.origins(loaded.origins, plan), run_dir)
 
     mesh = distributed.build_mesh(device.type, config.parallel.dp_replicate, config.parallel.dp_shard, world.size)
+    check_model(config.model, values=checkpoint is None)
     tokenizer = load_tokenizer(config.model) if config.data.fake is None else None
     supply = recipe(Place(config, world, device, mesh, run_dir, tokenizer, plan.override_data))
     max_steps = supply.max_steps
