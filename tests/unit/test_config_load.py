@@ -198,6 +198,8 @@ def test_files_that_cannot_be_read(tmp_path: Path):
         ("[data]\ntrain_on = []", "data.train_on = [] (a.toml): expected a non-empty list"),
         ("output_dir = 2020-01-01", "output_dir = 2020-01-01 (a.toml): expected a string"),
         ("max_steps = 1e3", "max_steps = 1000.0 (a.toml): expected a whole number > 0"),
+        ("[[data.sources]]\npath = ''", 'data.sources.0.path = "" (a.toml): expected a string that is not empty'),
+        ("[resume]\ndir = ''", 'resume.dir = "" (a.toml): expected a string that is not empty, or "none"'),
         ("max_steps = '5'", 'max_steps = "5" (a.toml): expected a whole number > 0'),
         ("[[data.sources]]\nweight = 1", "data.sources.0.path (a.toml): required, but not set"),
     ],

@@ -10,7 +10,7 @@ from trainer.config.base import Section
 class SourceConfig(Section):
     """One source of documents ([[data.sources]])."""
 
-    path: str
+    path: str = Field(min_length=1)
     """A .jsonl or .parquet file, a folder of them, a `datasets.save_to_disk` folder, or a hub data set name."""
     split: str = "train"
     """Split of a Hugging Face data set; ignored for files."""
@@ -68,7 +68,7 @@ class DataConfig(Section):
     """A row that cannot be read or tokenized: "fail" names file and line, "skip" counts it and goes on."""
     log_ids: bool = False
     """Write the sample ids of every global batch to samples.jsonl."""
-    cache_dir: str | None = None
+    cache_dir: str | None = Field(default=None, min_length=1)
     """Folder for tokenized data; default $XDG_CACHE_HOME/exact-trainer or ~/.cache/exact-trainer."""
 
 

@@ -131,7 +131,7 @@ class CkptConfig(_Async):
 class ResumeConfig(Section):
     """Present = resume. A bare `--resume` takes the newest resumable checkpoint of `output_dir`."""
 
-    dir: str | None = None
+    dir: str | None = Field(default=None, min_length=1)
     """A step directory, or a run directory whose newest resumable step is taken. Another run's makes a fork."""
     step: NonNegativeInt | None = None
     """Resume from exactly this step; newer checkpoints of the run move to superseded/."""

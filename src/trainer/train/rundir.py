@@ -41,8 +41,8 @@ def opened(config: RunConfig) -> Iterator[Path]:
 
 def _prepare(config: RunConfig, lock: DirectoryLock) -> Path:
     run_dir = Path(config.output_dir)
-    _refuse_another_run(config, run_dir)
     try:
+        _refuse_another_run(config, run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         _hold(lock, run_dir)
         _refuse_another_run(config, run_dir)  # it may have come while this process waited
@@ -53,7 +53,11 @@ def _prepare(config: RunConfig, lock: DirectoryLock) -> Path:
             folder.mkdir(exist_ok=True)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         reason = getattr(error, "strerror", None) or error
-        raise LaunchError(f"cannot make the run directory {run_dir}: {reason}; choose another --output-dir") from error
+        file = getattr(error, "filename", None)
+        where = f" ({file})" if file is not None and Path(file) != run_dir else ""
+        raise LaunchError(
+            f"cannot make the run directory {str(run_dir)[:300]}: {reason}{where[:300]}; choose another --output-dir"
+        ) from error
     return run_dir
 
 
