@@ -91,3 +91,18 @@ def test_names_that_are_not_text_are_told_once():
     )
     assert done.returncode == 2
     assert done.stderr.count(b"is not UTF-8 text") == 1 and b"1 problem" not in done.stderr
+
+
+def test_half_an_environment_is_told_before_torch_is_imported():
+    script = (
+        "import sys; from trainer.cli.main import main; code = main(sys.argv[1:]); print(code, 'torch' in sys.modules)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-c", script, "sft", *VALID],
+        capture_output=True,
+        text=True,
+        env=environment | {"WORLD_SIZE": "4"},
+    )
+    assert done.stdout == "1 False\n"
+    assert done.stderr.startswith("error: WORLD_SIZE = 4 is set, but RANK is not")

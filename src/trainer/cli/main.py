@@ -129,18 +129,26 @@ def _train(kind: str, argv: list[str]) -> int:
     from trainer.config.load import load_config
     from trainer.config.run import RLConfig, SFTConfig
 
-    # The config is loaded before torch is imported: a typo costs no waiting.
+    # Config and environment are read before torch is imported: a typo costs no waiting.
     if kind == "rl":
         loaded = load_config(RLConfig, argv)
+        _check_launch()
 
         from trainer.rl.train import run as train_rl
 
         return train_rl(loaded, owns_process=True)
     loaded = load_config(SFTConfig, argv)
+    _check_launch()
 
     from trainer.sft.train import run as train_sft
 
     return train_sft(loaded, owns_process=True)
+
+
+def _check_launch() -> None:
+    from trainer.core.distributed import check_launch
+
+    check_launch()
 
 
 def _is_other_rank() -> bool:

@@ -26,6 +26,11 @@ def select_device(choice: str, world: World) -> "torch.device":
     if choice == "cpu" or (choice == "auto" and available == 0):
         return torch.device("cpu")
     if world.local_rank >= available:
+        if available == 0:
+            raise LaunchError(
+                f"runtime.device = {choice!r}, but torch sees no GPU on this host; set --runtime.device cpu, or look at the "
+                f"driver and at {VISIBLE_DEVICES}"
+            )
         raise LaunchError(
             f"runtime.device = {choice!r}: local rank {world.local_rank} needs GPU {world.local_rank}, but this host "
             f"has {available}; start at most {available} ranks here or set --runtime.device cpu"

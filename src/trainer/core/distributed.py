@@ -62,6 +62,17 @@ def world_from_env() -> World:
         raise LaunchError(f"the launcher's environment holds no numbers: {found}; {_HOW_TO_START}") from error
 
 
+def check_launch() -> None:
+    """Finds out, before torch is imported, whether this process was started as one of several that can find each other.
+
+    Raises:
+        LaunchError: the environment says half of it, or makes no sense.
+    """
+    world = world_from_env()
+    if world.size != 1:
+        _check_rendezvous(world)
+
+
 def _active() -> bool:
     import torch.distributed as dist
 
@@ -81,7 +92,7 @@ def process_group(device: "torch.device", timeout_seconds: int):
     if world.size == 1 or dist.is_initialized():
         yield
         return
-    _check_rendezvous(world)
+    check_launch()
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # nobody else would say what is waited for
@@ -93,7 +104,7 @@ def process_group(device: "torch.device", timeout_seconds: int):
     except (RuntimeError, ValueError, OSError) as error:
         raise LaunchError(
             f"rank {world.rank} of {world.size} cannot meet the others at MASTER_ADDR:MASTER_PORT = {place}: "
-            f"{first_line(error)}. Each rank must be started, once, and the port be free on that host; "
+            f"{first_line(error).rstrip('.')}. Each rank must be started, once, and the port be free on that host; "
             f"{_HOW_TO_START}"
         ) from error
     try:
@@ -108,7 +119,8 @@ def _check_rendezvous(world: World) -> None:
         raise LaunchError(f"RANK = {world.rank} is not below WORLD_SIZE = {world.size}; {_HOW_TO_START}")
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
-        raise LaunchError(f"WORLD_SIZE = {world.size}, but {' and '.join(missing)} are not set; {_HOW_TO_START}")
+        verb = "is" if len(missing) == 1 else "are"
+        raise LaunchError(f"WORLD_SIZE = {world.size}, but {' and '.join(missing)} {verb} not set; {_HOW_TO_START}")
 
 
 def build_mesh(device_type: str, dp_replicate: int, dp_shard: int, world_size: int) -> "DeviceMesh | None":

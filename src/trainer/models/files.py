@@ -42,7 +42,7 @@ def resolve_model_dir(name: str, key: str = "model.name") -> Path:
         return path
     # A hub name is "name" or "owner/name"; anything else can only be a path.
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.exists():
-        raise ModelError(f"{key} = {name!r} is not a directory; correct the path")
+        raise ModelError(f"{key} = {name!r} is not a directory (looked for {path.absolute()}); correct the path")
     return Path(on_main(_download, name, key))
 
 
