@@ -70,7 +70,7 @@ class NativeAdamW:
     ) -> None:
         """One update.
 
-        factor: 0-dim float32; the gradients are multiplied by it first, in place.
+        factor: 0-dim float32; the update is that of the gradients times this factor. They are not changed.
         rounded: id of a parameter -> contiguous bfloat16 host tensor that takes its new values.
         """
         members = [(index, parameter) for index, several in parameters.items() for parameter in several]
@@ -81,8 +81,7 @@ class NativeAdamW:
         tensors = (_Tensor * len(members))()
         for tensor, (index, parameter) in zip(tensors, members, strict=True):
             _fill(tensor, parameter, state[parameter], self._optimizer.param_groups[index], rounded.get(id(parameter)))
-        scale = (1.0, 0) if factor is None else (factor.item(), 1)
-        arguments = (tensors, len(members), *scale)
+        arguments = (tensors, len(members), 1.0 if factor is None else factor.item())
         threads = torch.get_num_threads()
         shares = [self._workers.submit(self._kernel, *arguments, k, threads) for k in range(1, threads)]
         self._kernel(*arguments, 0, threads)
@@ -137,7 +136,7 @@ def load_kernel() -> Any:
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         logger.info(f"AdamW on the host runs in several passes (torch's): the native kernel cannot be built: {error}")
         return None
-    kernel.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    kernel.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int64, ctypes.c_int64]
     kernel.restype = None
     if not equals_torch(kernel):
         logger.info("AdamW on the host runs in several passes (torch's): the native kernel's bits differ from torch's")
@@ -203,8 +202,8 @@ def equals_torch(kernel: Any) -> bool:
             }
             native.step({0: parameters}, factor, rounded)
             for parameter in copies:
-                if factor is not None:
-                    parameter.grad.mul_(factor)  # pyright: ignore[reportOptionalMemberAccess]
+                if factor is not None and parameter.grad is not None:
+                    parameter.grad = parameter.grad * factor
             theirs.step()
             if not _same(ours, theirs, parameters, copies, rounded):
                 return False
@@ -213,7 +212,7 @@ def equals_torch(kernel: Any) -> bool:
 
 def _same(ours: AdamW, theirs: AdamW, a: Sequence[Tensor], b: Sequence[Tensor], rounded: Mapping[int, Tensor]) -> bool:
     for x, y in zip(a, b, strict=True):
-        pairs = [(x, y), (x.grad, y.grad), *((ours.state[x][key], theirs.state[y][key]) for key in ours.state[x])]
+        pairs = [(x, y), *((ours.state[x][key], theirs.state[y][key]) for key in ours.state[x])]
         if id(x) in rounded:
             pairs.append((rounded[id(x)], y.to(torch.bfloat16)))
         if not all(torch.equal(mine, other) for mine, other in pairs):  # type: ignore[arg-type]
