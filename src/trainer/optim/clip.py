@@ -48,8 +48,10 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
         norm = get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # the shards' norms are still to be reduced
         return norm.to(torch.float32)
+    if not layouts.keys() - {None}:
+        return _norm(layouts.get(None, ())).to(torch.float32)
     squares = [_reduced(_norm(parts).double().square(), layout) for layout, parts in layouts.items()]
-    return torch.stack(squares or [torch.zeros((), dtype=torch.float64)]).sum().sqrt().to(torch.float32)
+    return torch.stack(squares).sum().sqrt().to(torch.float32)
 
 
 def _norm(parts: Sequence[Tensor]) -> Tensor:
