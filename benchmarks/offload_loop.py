@@ -116,7 +116,7 @@ def offloaded(mode: Mode, model: Weights, clip: bool, dtype: torch.dtype = torch
         for parameter, gradient in held:  # as if backward had just left them there
             parameter.grad = gradient
         if clip:
-            optimizer.clip_gradients(next(limits))
+            optimizer.clip_gradients(next(limits), within_step=True)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -31,6 +31,14 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
     return norm
 
 
+def clipping_factor(norm: Tensor, max_norm: float | None) -> Tensor | None:
+    """Returns what gradients of this global norm are to be multiplied with (0-dim, float32); None = left as they are."""
+    if max_norm is None:
+        return None
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grads_with_norm_
+    return None if factor.item() == 1.0 else factor
+
+
 def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Returns the L2 norm of all elements of all gradients: 0-dim, float32, the same on all ranks.
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from trainer.core.log import logger
 from trainer.core.transfer import HostArena, Lanes
 from trainer.errors import TrainingError
-from trainer.optim.clip import clip_gradients
+from trainer.optim.clip import clip_gradients, clipping_factor
 from trainer.optim.offload.base import OffloadOptimizer, copy_weights, updated_parameters
 from trainer.optim.offload.chunks import Chunk, ChunkedStep, plain_step, plan_chunks
 from trainer.optim.offload.gradients import HostGradients
@@ -124,16 +124,14 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
         self.zero_grad()
         self._gradients.restore({id(self.masters.masters[name]): tensor for name, tensor in gradients.items()})
 
-    def clip_gradients(self, max_norm: float | None) -> Tensor:
+    def clip_gradients(self, max_norm: float | None, *, within_step: bool = False) -> Tensor:
         """Returns the global norm before clipping. The factor is applied within the step, where the gradients are read
         anyway: the masters' `.grad` shows them unclipped, `gradients()` clipped."""
         self._apply_scale()
         norm = clip_gradients(updated_parameters(self), None)
-        if max_norm is not None:
-            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grads_with_norm_
-            if factor.item() != 1.0:
-                self._scale = factor
-                self._unscaled = {id(master): master for master in updated_parameters(self)}
+        self._scale = clipping_factor(norm, max_norm)
+        if self._scale is not None:
+            self._unscaled = {id(master): master for master in updated_parameters(self)}
         return norm
 
     # --- stepping -------------------------------------------------------------------------------------------------------

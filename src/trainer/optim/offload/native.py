@@ -79,8 +79,12 @@ class NativeAdamW:
         state = self._optimizer.state
         torch._foreach_add_([state[parameter]["step"] for _, parameter in members], 1)  # pyright: ignore[reportPrivateImportUsage]
         tensors = (_Tensor * len(members))()
-        for tensor, (index, parameter) in zip(tensors, members, strict=True):
-            _fill(tensor, parameter, state[parameter], self._optimizer.param_groups[index], rounded.get(id(parameter)))
+        numbers: dict[tuple[int, float], tuple[float, ...]] = {}  # few groups and counters, many tensors
+        for place, (index, parameter) in enumerate(members):
+            entries, key = state[parameter], (index, state[parameter]["step"].item())
+            if key not in numbers:
+                numbers[key] = _numbers(self._optimizer.param_groups[index], key[1])
+            tensors[place] = (*_addresses(parameter, entries, rounded.get(id(parameter))), *numbers[key])
         arguments = (tensors, len(members), 1.0 if factor is None else factor.item())
         threads = torch.get_num_threads()
         shares = [self._workers.submit(self._kernel, *arguments, k, threads) for k in range(1, threads)]
@@ -92,8 +96,12 @@ class NativeAdamW:
         state = self._optimizer.state.get(parameter, {})
         if not {"step", "exp_avg", "exp_avg_sq"} <= state.keys() or parameter.grad is None:
             return False
-        parts = [bare_part(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
-        return all(t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous() for t in parts)
+        return all(map(_is_plain, (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    part = bare_part(tensor)
+    return part.dtype is torch.float32 and part.is_cpu and part.is_contiguous()
 
 
 def _plain(group: Mapping[str, Any]) -> bool:
@@ -108,21 +116,26 @@ def _plain(group: Mapping[str, Any]) -> bool:
     )
 
 
-def _fill(tensor: _Tensor, parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out: Any) -> None:
-    step, (beta1, beta2) = state["step"].item(), group["betas"]
+def _addresses(parameter: Tensor, state: Mapping[str, Any], out: Tensor | None) -> tuple[int | None, ...]:
+    """Returns the first fields of a `_Tensor`, up to its size."""
     assert parameter.grad is not None
-    tensor.param = bare_part(parameter).data_ptr()
-    tensor.grad = bare_part(parameter.grad).data_ptr()
-    tensor.exp_avg = bare_part(state["exp_avg"]).data_ptr()
-    tensor.exp_avg_sq = bare_part(state["exp_avg_sq"]).data_ptr()
-    tensor.rounded = None if out is None else out.data_ptr()
-    tensor.size = bare_part(parameter).numel()
-    tensor.decay = 1 - group["lr"] * group["weight_decay"]
-    tensor.weight = 1 - beta1
-    tensor.beta2, tensor.rest2 = beta2, 1 - beta2
-    tensor.correction = math.sqrt(1 - beta2**step)
-    tensor.eps = group["eps"]
-    tensor.move = -(group["lr"] / (1 - beta1**step))
+    part = bare_part(parameter)
+    return (
+        part.data_ptr(),
+        bare_part(parameter.grad).data_ptr(),
+        bare_part(state["exp_avg"]).data_ptr(),
+        bare_part(state["exp_avg_sq"]).data_ptr(),
+        None if out is None else out.data_ptr(),
+        part.numel(),
+    )
+
+
+def _numbers(group: Mapping[str, Any], step: float) -> tuple[float, ...]:
+    """Returns its other fields for the step-th update."""
+    beta1, beta2 = group["betas"]
+    correction = math.sqrt(1 - beta2**step)
+    decay, move = 1 - group["lr"] * group["weight_decay"], -(group["lr"] / (1 - beta1**step))
+    return decay, 1 - beta1, beta2, 1 - beta2, correction, group["eps"], move
 
 
 # --- the kernel -----------------------------------------------------------------------------------------------------
