@@ -107,14 +107,13 @@ class CPUOffloadOptimizer(OffloadOptimizer):
 
     def _update_in_place(self) -> None:
         factor, self._factor = self._factor, None
-        active = {
-            index: [p for p in group["params"] if p.grad is not None] for index, group in enumerate(self.param_groups)
-        }
+        groups = enumerate(self.param_groups)
+        active = {index: [p for p in group["params"] if p.grad is not None] for index, group in groups}
         if self._native is not None and self._native.takes(active):
             self._native.step(active, factor, {})
             return
-        if factor is not None:
-            for parameter in (p for members in active.values() for p in members):
+        for parameter in (p for members in active.values() for p in members):
+            if factor is not None and parameter.grad is not None:
                 local_part(parameter.grad).mul_(factor)
         plain_step(self.inner)()
 
