@@ -22,7 +22,9 @@ def shell(script: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("command", ["--help", f"config {' '.join(VALID)}", "sft --help all", "ckpt ls --help"])
+@pytest.mark.parametrize(
+    "command", ["--help", f"config {' '.join(VALID)}", "sft --help all", "ckpt ls --help", "plot --help"]
+)
 def test_a_reader_that_has_gone_ends_the_command_quietly(command: str, unbuffered: str):
     """As any program in a pipe; not 0, which would be the answer `identical` of a comparison."""
     done = shell(f"(sleep 0.2; trainer {command}; echo $? >&2) | true", PYTHONUNBUFFERED=unbuffered)

@@ -62,6 +62,10 @@ def _guarded(argv: list[str]) -> int:
             time.sleep(RANK_GRACE_SECONDS)
         _print_error(error)
         return error.exit_code
+    except SystemExit as stop:
+        if not isinstance(stop.code, int | None):
+            raise
+        return stop.code or 0  # argparse's, which has printed already
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

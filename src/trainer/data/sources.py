@@ -102,7 +102,7 @@ def _open_folder(config: SourceConfig, path: Path) -> Source:
         return DatasetSource(config, _load_saved(config, path))
     found = sorted(path.rglob("*"), key=lambda file: file.relative_to(path).parts)
     shown = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
-    files = [file for file in shown if file.suffix in FILE_TYPES and not file.is_dir()]
+    files = {file: None for file in shown if file.suffix in FILE_TYPES and not file.is_dir()}
     for file in files:
         if not file.is_file():
             what = f"a link to {file.readlink()}, which does not exist" if file.is_symlink() else "no regular file"
@@ -119,7 +119,7 @@ def _open_folder(config: SourceConfig, path: Path) -> Source:
                 len(left_out),
                 left_out[0].relative_to(path),
             )
-        return FileSource(config.path, files)
+        return FileSource(config.path, [*files])
     if not any(path.iterdir()):
         raise DataError(f"{path}: the folder is empty; expected {' or '.join(FILE_TYPES)} files or a saved data set")
     return DatasetSource(config, _load_dataset(config))
