@@ -35,6 +35,8 @@ def test_an_update_that_is_not_finite_ends_the_run_before_it_is_applied(poisoned
     with pytest.raises(TrainingError, match="step 3: loss nan.* is not finite; the weights are those of step 2"):
         sft(tmp_path / "run", *SHORT)
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2]
+    log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    assert "the run ends with TrainingError: step 3: loss nan" in log and "Traceback" not in log
 
 
 def test_an_update_that_is_not_finite_can_be_left_out(poisoned, tmp_path):

@@ -37,6 +37,8 @@ def test_errors_of_the_code_keep_their_traceback(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.sft.train.cross_entropy", wrong)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         sft(tmp_path / "run", *SHORT)
+    log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    assert "the run ends with RuntimeError: shapes do not match" in log and "Traceback" in log
 
 
 def test_a_token_far_behind_the_others_has_an_embedding(tmp_path):

@@ -80,6 +80,18 @@ def test_a_broken_pipe_elsewhere_is_not_taken_for_the_readers(monkeypatch: pytes
         main(["sft"])
 
 
+def test_a_file_that_nobody_expected_to_fail_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def fail(_argv: list[str]) -> int:
+        raise PermissionError(13, "Permission denied", "runs/a/metrics.jsonl")
+
+    monkeypatch.setattr(cli, "_dispatch", fail)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["plot", "runs/a"]) == 1
+    told = capsys.readouterr().err
+    assert told == "error: runs/a/metrics.jsonl: Permission denied; look at the path and its permissions\n"
+
+
 @pytest.mark.parametrize("command", ["config @ a.toml", "sft @ a.toml", "ckpt ls runs/a", "plot runs/a"])
 def test_a_directory_that_was_removed_is_told(tmp_path: Path, command: str):
     done = shell(f"mkdir {tmp_path}/gone && cd {tmp_path}/gone && rmdir {tmp_path}/gone && trainer {command}")

@@ -62,6 +62,11 @@ def _guarded(argv: list[str]) -> int:
             time.sleep(RANK_GRACE_SECONDS)
         _print_error(error)
         return error.exit_code
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _print_error(TrainerError(f"{error.filename}: {error.strerror or error}; look at the path and its permissions"))
+        return TrainerError.exit_code
     except SystemExit as stop:
         if not isinstance(stop.code, int | None):
             raise

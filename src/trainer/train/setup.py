@@ -17,9 +17,9 @@ from trainer.config.run import RunConfig
 from trainer.core import device as devices
 from trainer.core import distributed
 from trainer.core.distributed import World, on_main, world_from_env
-from trainer.core.log import logger, setup_logging
+from trainer.core.log import file_only, logger, setup_logging
 from trainer.core.signals import Requests
-from trainer.errors import CorruptCheckpoint, LaunchError, TrainingError, first_line
+from trainer.errors import CorruptCheckpoint, LaunchError, TrainerError, TrainingError, first_line
 from trainer.models.base import CausalLM
 from trainer.models.build import build_model, check_model
 from trainer.models.hf import export_hf
@@ -61,7 +61,7 @@ def start(loaded: Loaded[C], recipe: Recipe, *, owns_process: bool = False) -> I
         rundir.opened(config) as run_dir,
     ):
         setup_logging(config.log.level, run_dir / "logs", world.rank)
-        with _requests(config, run_dir, world, owns_process) as requests:
+        with _end_in_the_log(), _requests(config, run_dir, world, owns_process) as requests:
             run = _build_from_sound(loaded, recipe, world, device, run_dir, requests)
             with run.metrics, run.checkpoints:
                 try:
@@ -97,6 +97,17 @@ def _memory_that_runs_out() -> Iterator[None]:
             f"out of memory: {first_line(error)}. Less is needed with a smaller data.micro_batch_size (same step) or "
             'data.seq_len, model.activation_checkpointing = "full", model.offload = "full", or more ranks to shard over'
         ) from error
+
+
+@contextmanager
+def _end_in_the_log() -> Iterator[None]:
+    """Writes why a run fails into its log: the terminal may be gone when somebody asks."""
+    try:
+        yield
+    except Exception as error:
+        fault = None if isinstance(error, TrainerError) else error
+        file_only.opt(exception=fault).error("the run ends with {}: {}", type(error).__name__, error)
+        raise
 
 
 def _requests(config: RunConfig, run_dir: Path, world: World, owns_process: bool) -> Requests:
