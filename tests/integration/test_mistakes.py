@@ -1,10 +1,12 @@
 """Mistakes that only a started run can find: one error that says what to do, and nothing is lost."""
 
 import json
+import re
 import shutil
 
 import pytest
 
+from support.models import save_reference
 from support.runs import REPO, metrics, sft
 from trainer.errors import ConfigError, DataError, ModelError, TrainingError
 
@@ -117,3 +119,29 @@ def test_a_model_that_cannot_be_is_told_before_data_are_tokenized(tmp_path, flag
     source = ["--data.sources.0.path", tmp_path / "gone.jsonl"]
     with pytest.raises(ModelError, match=message):
         sft(tmp_path / "run", *SHORT, *source, "--model.name", model, *flags)
+
+
+def _fake(documents_of: int, vocab_size: int) -> list[str]:
+    flags = ["--data.sources=[]", "--data.val-documents=0", "--data.fake.documents=20", "--data.fake.sigma=0"]
+    return [*flags, f"--data.fake.mean-tokens={documents_of}", f"--data.fake.vocab-size={vocab_size}"]
+
+
+def test_documents_longer_than_a_table_of_positions(tmp_path):
+    """GPT-2 has a row for each of 64 positions: the 65th, of a document or of padding, would be an index error of torch's."""
+    save_reference(tmp_path / "model", "gpt2")
+    flags = [*SHORT, "--model.impl=hf", "--model.name", tmp_path / "model"]
+    told = "rows have .* tokens, but .*model has 64 positions .*, and none beyond; set data.seq_len = 64"
+    for wrong in (["--data.seq-len=128", *_fake(10, 97)], ["--data.seq-len=128", "--data.no-pack", *_fake(65, 97)]):
+        with pytest.raises(ConfigError, match=told):
+            sft(tmp_path / "run", *flags, *wrong)
+    sft(tmp_path / "one", *flags, "--data.seq-len=64", *_fake(40, 97))
+    sft(tmp_path / "two", *flags, "--data.seq-len=128", "--data.no-pack", *_fake(40, 97))
+
+
+def test_documents_longer_than_the_model_has_seen(tmp_path):
+    """Rotary positions go on, but the model was never trained on them."""
+    told = "has 300 tokens, but .*tiny-llama has 256 positions .*never seen those beyond"
+    sft(tmp_path / "long", *SHORT, "--data.seq-len=512", *_fake(300, 384))
+    assert re.search(told, (tmp_path / "long" / "logs" / "rank_0.log").read_text())
+    sft(tmp_path / "short", *SHORT, "--data.seq-len=512", *_fake(256, 384))
+    assert "positions" not in (tmp_path / "short" / "logs" / "rank_0.log").read_text()

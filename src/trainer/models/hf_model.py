@@ -56,9 +56,14 @@ class HFModel(CausalLM):
 
     @property
     def context_tokens(self) -> int | None:
-        """Longest text in tokens that the config allows; None where it does not say."""
         limit = getattr(self._inner.config, "max_position_embeddings", None)
         return limit if isinstance(limit, int) and limit > 0 else None
+
+    @property
+    def learned_positions(self) -> bool:
+        """GPT-2's table of positions has one row for each; OPT's has two more, in front."""
+        tables = (m for m in self.modules() if isinstance(m, nn.Embedding) and m is not self.embedding)
+        return any(0 <= table.num_embeddings - (self.context_tokens or 0) <= 2 for table in tables)
 
     @property
     def embedding(self) -> nn.Embedding:
