@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.core.device import is_out_of_memory
 from trainer.core.rng import derive_seed
 from trainer.errors import ModelError
 from trainer.models.base import CausalLM, Head
@@ -160,6 +161,8 @@ class HFModel(CausalLM):
         try:
             model, info = load(model_dir, dtype=torch.float32, output_loading_info=True, local_files_only=True)
         except Exception as error:  # it raises many kinds; each means the same to the user
+            if is_out_of_memory(error):
+                raise
             raise ModelError(f"transformers cannot load the weights in {model_dir}: {error}") from error
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info.get(kind):
@@ -195,6 +198,8 @@ def _from_config(config: Any, model_dir: Path) -> Any:
                 config, dtype=torch.float32, attn_implementation=attention
             )
         except Exception as error:  # a wrong number surfaces as whatever its architecture's code does with it
+            if is_out_of_memory(error):
+                raise
             problem = error
     raise ModelError(
         f"transformers cannot build a causal LM from {model_dir}/config.json: {type(problem).__name__}: {problem}"

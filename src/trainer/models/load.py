@@ -67,10 +67,8 @@ def check_files(model: CausalLM, model_dir: Path) -> None:
         ModelError: a file or a tensor is missing or there are too many.
     """
     with open_weights(model_dir) as files:
-        if (
-            type(model).converted_weights is CausalLM.converted_weights
-        ):  # else other names may do, and loading will tell
-            _raise_if(_key_problems(model, files), model_dir)
+        other_names_may_do = type(model).converted_weights is not CausalLM.converted_weights
+        _raise_if([] if other_names_may_do else _key_problems(model, files), model_dir)
 
 
 def tied_names(model: CausalLM) -> tuple[str, str] | None:
