@@ -80,7 +80,9 @@ def test_a_broken_pipe_elsewhere_is_not_taken_for_the_readers(monkeypatch: pytes
         main(["sft"])
 
 
-def test_a_file_that_nobody_expected_to_fail_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_file_that_nobody_expected_to_fail_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     def fail(_argv: list[str]) -> int:
         raise PermissionError(13, "Permission denied", "runs/a/metrics.jsonl")
 

@@ -75,7 +75,9 @@ class SFTSupply(Supply):
         padded_tokens = config.seq_len if config.pack else row_width(self._longest_tokens, config.seq_len)
         has = f"but {self._config.model.name} has {context} positions (max_position_embeddings)"
         if model.learned_positions and padded_tokens > context:
-            raise ConfigError(f"rows have {padded_tokens} tokens, {has}, and none beyond; set data.seq_len = {context} or lower")
+            raise ConfigError(
+                f"rows have {padded_tokens} tokens, {has}, and none beyond; set data.seq_len = {context} or lower"
+            )
         if self._longest_tokens > context:
             logger.warning(
                 f"the longest document has {self._longest_tokens} tokens, {has}: it has never seen those beyond. Lower "
