@@ -29,6 +29,7 @@ class Serving:
     def __init__(self):
         self.model = build(REPO / "configs/debug/assets/letters-llama", random_init=True, seed=99, vocab_size=100)
         self.engine = LocalEngine(self.model, slots=1, pack_bytes=0)
+        self.engine.update(0)
         self.lock = threading.Lock()
         self.answered = 0
 
