@@ -31,7 +31,15 @@ COMMON = [
 ]
 CONFIGS = {
     "sft": ["@", str(warm.ROOT / "configs/debug/sft.toml"), *COMMON, "--data.batch-size", "2", "--data.seq-len", "64"],
-    "rl": ["@", str(warm.ROOT / "configs/debug/rl.toml"), *COMMON, "--val.prompts", "2", "--data.micro-batch-size", "2"],
+    "rl": [
+        "@",
+        str(warm.ROOT / "configs/debug/rl.toml"),
+        *COMMON,
+        "--val.prompts",
+        "2",
+        "--data.micro-batch-size",
+        "2",
+    ],
 }
 KINDS = {
     "sft": [[]],
@@ -139,7 +147,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.soak", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--nproc", type=int, default=1, help="ranks of the run")
-    parser.add_argument("--rl", action="store_true", help="kill reinforcement learning instead of supervised fine-tuning")
+    parser.add_argument(
+        "--rl", action="store_true", help="kill reinforcement learning instead of supervised fine-tuning"
+    )
     parser.add_argument(
         "--seed", type=int, default=None, help="of the instants; they depend on the machine's speed too"
     )

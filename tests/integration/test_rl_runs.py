@@ -23,7 +23,9 @@ def rollouts(run_dir: Path) -> list[dict]:
 def environment(folder: Path, body: str, *flags: str) -> tuple[str, ...]:
     """Returns the flags of a run whose only environment is the class with this body, in a file of its own."""
     lines = "".join(f"    {line}\n" for line in body.strip("\n").split("\n"))
-    (folder / "own.py").write_text(f"import os, time\nfrom trainer.rl.envs import Environment\n\nclass Own(Environment):\n{lines}")
+    (folder / "own.py").write_text(
+        f"import os, time\nfrom trainer.rl.envs import Environment\n\nclass Own(Environment):\n{lines}"
+    )
     names = [word for n in (0, 1) for word in (f"--envs.{n}.name", f"{folder}/own.py:Own")]
     return (*names, *(word.replace("envs.N", f"envs.{n}") for n in (0, 1) for word in flags))
 
@@ -55,7 +57,16 @@ SEEN = {
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("seen") / "run"
-    flags = ("--envs.0.name", "reverse-text", "--envs.0.max-reward", "0.05", "--rl.max-lag", "1", "--objective.kl", "0.1")
+    flags = (
+        "--envs.0.name",
+        "reverse-text",
+        "--envs.0.max-reward",
+        "0.05",
+        "--rl.max-lag",
+        "1",
+        "--objective.kl",
+        "0.1",
+    )
     val = ("--val.interval", "2", "--val.samples", "3", "--val.temperature", "1", "--val.pass-reward", "0.01")
     rl(run_dir, "--max-steps", "5", "--val.prompts", "4", *flags, *val)
     return run_dir
@@ -89,7 +100,9 @@ def test_samples_can_be_read_and_rewards_drawn(seen, capsys):
     shown = json.loads(capsys.readouterr().out)
     assert [row["step"] for row in shown] == [2] * 16
     first = next(row for row in shown if row["env"] == "reverse-text")
-    assert first["prompt"].startswith("Reverse: ") and first["parts"].keys() == {"exact"} and first["versions"] == [0, 0]
+    assert (
+        first["prompt"].startswith("Reverse: ") and first["parts"].keys() == {"exact"} and first["versions"] == [0, 0]
+    )
     assert show.main(["show", str(seen), "--best"]) == 0
     assert "reverse-text" in capsys.readouterr().out
     assert plot.main([str(seen), "--keys", "reward,eval_reward"]) == 0
@@ -106,7 +119,16 @@ def test_environments_are_mixed_by_their_weights(tmp_path):
     assert Counter(prompts.values()) == {"sort": 12, "arithmetic": 4}
 
 
-FILTERS = ("--envs.0.min-reward", "0.1", "--envs.0.max-reward", "0.2", "--rl.max-resamples", "8", "--envs.1.weight", "1e-3")
+FILTERS = (
+    "--envs.0.min-reward",
+    "0.1",
+    "--envs.0.max-reward",
+    "0.2",
+    "--rl.max-resamples",
+    "8",
+    "--envs.1.weight",
+    "1e-3",
+)
 
 
 @pytest.mark.parametrize("lag", ["0", "1"])
@@ -117,7 +139,9 @@ def test_prompts_that_are_too_hard_or_too_easy_are_replaced_and_counted(lag, tmp
     for row in rollouts(tmp_path / "a"):
         rewards.setdefault(row["number"], []).append(row["reward"])
     assert all(0.1 <= sum(own) / len(own) <= 0.2 for own in rewards.values())
-    left_out = [sum(row.get(f"filtered/{why}", 0) for row in metrics(tmp_path / "a")) for why in ("too_hard", "too_easy")]
+    left_out = [
+        sum(row.get(f"filtered/{why}", 0) for row in metrics(tmp_path / "a")) for why in ("too_hard", "too_easy")
+    ]
     assert min(left_out) > 0
     if lag == "0":  # else others wait in the queue
         assert len(rewards) + sum(left_out) == max(rewards) + 1
@@ -130,30 +154,31 @@ def prompt(self, index, split):
     return f"number {index}", {"index": index}
 
 def score(self, info, completion):
-    match info["index"]:
-        case 1:
+    match sum(map(ord, completion)) % 12:
+        case 0:
             raise ValueError("no such luck")
-        case 2:
+        case 1:
             return float("nan")
-        case 3:
+        case 2:
             time.sleep(3600)
-        case 4:
+        case 3:
             os._exit(7)
     return len(set(completion)) / 100
 """
+WORDS = ("raised ValueError: no such luck", "the reward is nan", "gave no answer within 0.5 s", "exit code 7")
 
 
 def test_a_reward_function_that_fails_costs_its_samples_and_the_run_goes_on(tmp_path):
-    """One raises, one returns NaN, one hangs, one ends its process: each is told, counted and left out; and resumes."""
-    own = environment(tmp_path, HOSTILE, "--envs.N.prompts", "8", "--envs.N.score-seconds", "1")
-    flags = (*SHORT, *own, "--max-steps", "3", "--rl.samples", "2", "--envs.1.weight", "1e-3")
+    """Some raise, some return NaN, some hang, some end their process: each is told, counted and left out; and resumes."""
+    own = environment(tmp_path, HOSTILE, "--envs.N.score-seconds", "0.5")
+    flags = (*SHORT, *own, "--max-steps", "3", "--rl.prompts", "3")
     rl(tmp_path / "a", *flags)
-    lost = {row["prompt_id"]: row["error"] for row in rollouts(tmp_path / "a") if row["reward"] is None}
-    assert lost == {}  # a group without any reward is left out as a whole
-    assert sum(row.get("filtered/unscored", 0) for row in metrics(tmp_path / "a")) == 4
-    told = "".join(path.read_text() for path in (tmp_path / "a" / "logs").iterdir() if path.is_file())
-    for words in ("raised ValueError: no such luck", "the reward is nan", "gave no answer within 1 s", "exit code 7"):
-        assert words in told
+    rows = rollouts(tmp_path / "a")
+    errors = [row["error"] for row in rows if row["reward"] is None]
+    assert all(any(words in error for error in errors) for words in WORDS)
+    assert all("envs.0" in error and "own.py:Own" in error for error in errors)
+    assert sum(row["unscored"] for row in metrics(tmp_path / "a")) == len(errors) < len(rows) / 2
+    assert all(row["advantage"] in (None, 0.0) for row in rows if row["reward"] is None)
     interrupted(tmp_path / "b", *flags, at=1)
     check_same(tmp_path / "a", tmp_path / "b", 3)
 
@@ -179,12 +204,25 @@ def test_conversations_with_tools_train_the_models_turns_alone(lag, tmp_path, mo
 
     laid, lay_out = [], batches.lay_out
     monkeypatch.setattr(batches, "lay_out", lambda *args, **named: laid.append(lay_out(*args, **named)) or laid[-1])
-    stops = [word for letter in "aeiou tnrs" for word in ("--rl.stop", letter)]
+    stops = [word for letter in "aeioutnrsldc" for word in ("--rl.stop", letter)]
     own = environment(tmp_path, CONVERSATION)
-    flags = (*SHORT, *own, "--max-steps", "3", "--rl.max-new-tokens", "20", "--data.seq-len", "128", "--rl.max-lag", lag)
+    flags = (
+        *SHORT,
+        *own,
+        "--max-steps",
+        "3",
+        "--rl.max-new-tokens",
+        "20",
+        "--data.seq-len",
+        "128",
+        "--rl.max-lag",
+        lag,
+    )
     rl(tmp_path / "a", *flags, *stops)
     rows = rollouts(tmp_path / "a")
-    assert {row["turns"] for row in rows} >= {2, 3} and all("seen 1" in row["completion"] for row in rows if row["turns"] > 1)
+    assert {row["turns"] for row in rows} >= {2, 3} and all(
+        "seen 1" in row["completion"] for row in rows if row["turns"] > 1
+    )
     trained = sum(int((micro.weights > 0).sum()) for batch in laid for micro in batch.micro_batches)
     assert trained == sum(row["length_tokens"] for row in rows)  # without the tools' words
     assert sum(len(row["completion"]) for row in rows) > trained
@@ -222,7 +260,9 @@ def test_every_advantage_loss_and_aggregate_trains(advantage, loss, aggregate, t
     rl(tmp_path / "run", *SHORT, *flags, "--max-steps", "3")
     rows = metrics(tmp_path / "run")
     assert len(rows) == 3
-    assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 and row["ratio_deviation_max"] < 1e-4 for row in rows)
+    assert all(
+        math.isfinite(row["loss"]) and row["grad_norm"] > 0 and row["ratio_deviation_max"] < 1e-4 for row in rows
+    )
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

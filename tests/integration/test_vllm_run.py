@@ -2,8 +2,6 @@
 
 import os
 import signal
-import socket
-import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -31,40 +29,34 @@ def flags(run_dir: Path, port: int, *more: str) -> list[str]:
     return [*runs.DEBUG_RL, *run, *engine, *more]
 
 
-def server_of(trainer: int) -> int:
-    """The process group of the server that a run has started: its child that is not its scoring process."""
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
-    rows = [line.split(None, 2) for line in listed.splitlines()]
-    (found,) = [int(pid) for pid, parent, args in rows if int(parent) == trainer and "score_worker" not in args]
+def servers(run_dir: Path) -> set[int]:
+    """Every process of the servers that a run has started: their output goes to the run's log."""
+    log, found = run_dir / "logs" / "vllm.log", set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if (entry / "fd" / "1").resolve() == log:
+                found.add(int(entry.name))
+        except OSError:  # it has just ended
+            continue
     return found
 
 
-def is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
-
-
-def running(group: int) -> list[str]:
-    listed = subprocess.run(["ps", "-eo", "pgid=,stat=,args="], capture_output=True, text=True, check=True).stdout
-    rows = [line.split(None, 2) for line in listed.splitlines()]
-    return [row[-1] for row in rows if int(row[0]) == group and not row[1].startswith("Z")]
-
-
-def assert_ends(group: int) -> None:
+def assert_ends(run_dir: Path, processes: set[int]) -> None:
     deadline = time.monotonic() + 60
-    while left := running(group):
+    while left := processes & servers(run_dir):
         assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.2)
 
 
-def ended_by(number: signal.Signals, run_dir: Path, command: list[str], after: int) -> tuple[int, int]:
-    """Runs until the row of step `after`, then sends the signal; returns the exit code and the server's process group."""
+def ended_by(number: signal.Signals, run_dir: Path, command: list[str], after: int) -> tuple[int, set[int]]:
+    """Runs until the row of step `after`, then sends the signal; returns the exit code and the server's processes."""
     process = runs.start("rl", *command)
     try:
         runs.wait_for_step(run_dir, after, process, timeout=START_SECONDS)
-        group = server_of(process.pid)
+        found = servers(run_dir)
+        assert found
         (os.killpg if number == signal.SIGKILL else os.kill)(process.pid, number)
-        return process.wait(120), group
+        return process.wait(120), found
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -97,11 +89,11 @@ def test_killed_and_resumed_at_once(tmp_path):
     """Lag 0. The new server serves the resumed weights before anything is asked of it: the trainer's own probabilities."""
     run_dir = tmp_path / "run"
     command = flags(run_dir, 8121)
-    code, group = ended_by(signal.SIGKILL, run_dir, command, after=3)
+    code, first = ended_by(signal.SIGKILL, run_dir, command, after=3)
     assert code == -signal.SIGKILL
     finish([*command, "--resume"])  # at once: the first server may be on its way out
-    assert_ends(group)
-    assert is_free(8121)
+    assert_ends(run_dir, first)
+    assert servers(run_dir) == set()
     check_rollouts(run_dir, max_lag=0)
     assert all(row["mismatch_max"] < 1e-3 and row["ratio_deviation_max"] < 1e-3 for row in metrics(run_dir))
     resumed_at = [event["step"] for event in read(run_dir / "events.jsonl") if event["event"] == "start"][-1]
@@ -115,11 +107,11 @@ def test_killed_stopped_and_resumed_while_generating_ahead(tmp_path):
     command = flags(run_dir, 8122, "--rl.max-lag", "1")
     code, first = ended_by(signal.SIGKILL, run_dir, command, after=2)
     assert code == -signal.SIGKILL
-    assert_ends(first)
+    assert_ends(run_dir, first)
     code, second = ended_by(signal.SIGTERM, run_dir, [*command, "--resume"], after=4)
     assert code == 143
-    assert running(second) == [] and is_free(8122)  # it stops its server before it ends
+    assert second and servers(run_dir) == set()  # it stops its server before it ends
     finish([*command, "--resume"])
-    assert is_free(8122)
+    assert servers(run_dir) == set()
     check_rollouts(run_dir, max_lag=1)
     assert all(row["staleness_max"] <= 1 for row in metrics(run_dir))

@@ -9,7 +9,17 @@ from support.runs import DEBUG_RL, REPO
 from support.stops import do
 
 SHORT = [
-    *("--max-steps", "5", "--val.interval", "2", "--val.prompts", "4", "--ckpt.interval", "4", "--ckpt.no-export-weights"),
+    *(
+        "--max-steps",
+        "5",
+        "--val.interval",
+        "2",
+        "--val.prompts",
+        "4",
+        "--ckpt.interval",
+        "4",
+        "--ckpt.no-export-weights",
+    ),
     *("--data.micro-batch-size", "1", "--envs.0.name", "reverse-text"),  # built in: scored without a process of its own
 ]
 """Five steps of at least three micro-steps on one rank; rewards on held-out prompts before the first step and after the

@@ -199,6 +199,24 @@ def test_reasoning_gym_tasks():
         load("reasoning-gym:chain_sum", "max_term=3")
 
 
+@pytest.mark.slow
+def test_every_task_of_reasoning_gym_makes_prompts_and_knows_its_answer():
+    pytest.importorskip("reasoning_gym")
+    from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
+
+    names = sorted(set(DATASETS) - {"composite"})  # which is made of others
+    failed = {}
+    for name in names:
+        try:
+            loaded = load(f"reasoning-gym:{name}")
+            _, info = loaded.prompt(0, "train")
+            right, wrong = (loaded.environment.score(info, text) for text in (info["answer"], "no idea"))
+            assert right.reward == right.parts["partial"] == 1.0 and wrong.reward == 0.0, (right, wrong)
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {str(error)[:200]}"
+    assert len(names) > 100 and failed == {}
+
+
 @pytest.mark.parametrize(
     "what, expected", [("raise", "KeyError"), ("set", "set"), ("messages", "role"), ("list", "dict")]
 )

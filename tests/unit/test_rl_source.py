@@ -50,7 +50,14 @@ class Run:
 
     def start(self, state: dict | None = None) -> None:
         engine = Engine(self.overlaps)
-        flags = [*FLAGS, "--rl.prompts", str(self.prompts), "--rl.max-lag", str(self.lag), *(VLLM if self.overlaps else [])]
+        flags = [
+            *FLAGS,
+            "--rl.prompts",
+            str(self.prompts),
+            "--rl.max-lag",
+            str(self.lag),
+            *(VLLM if self.overlaps else []),
+        ]
         config = load_config(RLConfig, flags).config
         why = {True: "unwanted", False: None}
         self.source = RolloutSource(config, World(), order={}, keep=lambda group: why[group.number in self.left_out])

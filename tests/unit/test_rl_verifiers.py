@@ -62,7 +62,9 @@ def test_prompts_and_rewards_are_those_of_the_task(folder):
 
 def test_the_two_splits_share_no_task_and_come_round_again(folder):
     loaded = load(folder, "sums-two", "num_tasks=60")
-    texts = {split: [loaded.prompt(index, split)[0][1]["content"] for index in range(60)] for split in ("train", "eval")}
+    texts = {
+        split: [loaded.prompt(index, split)[0][1]["content"] for index in range(60)] for split in ("train", "eval")
+    }
     assert not set(texts["train"]) & set(texts["eval"])
     assert len(set(texts["train"])) + len(set(texts["eval"])) == 60
     again = load(folder, "sums-two", "num_tasks=60")
@@ -105,8 +107,14 @@ def test_tasks_that_need_more_than_an_answer_are_refused_with_the_reason(part, w
         load(folder, f"refused{abs(hash(why))}", change=(part, instead))
 
 
+@pytest.mark.parametrize("name", ["harbor", "nemo_gym", "openenv", "textarena"])
+def test_tasksets_that_come_with_the_package_need_more(name, folder):
+    with pytest.raises(ConfigError, match=f"verifiers:{name} cannot be"):
+        load_environments([EnvConfig(name=f"verifiers:{name}")], 0)
+
+
 def test_a_single_task_that_needs_more_is_named(folder):
-    loaded = load(folder, "sums-four", change=('answer=2 * number', 'answer=2 * number, image="ubuntu"'))
+    loaded = load(folder, "sums-four", change=("answer=2 * number", 'answer=2 * number, image="ubuntu"'))
     with pytest.raises(DataError, match="task 0 of verifiers:sums-four needs a sandbox"):
         loaded.prompt(0, "train")
     with pytest.raises(ConfigError, match="verifiers:no-such-taskset cannot be used: ModuleNotFoundError"):
@@ -116,7 +124,18 @@ def test_a_single_task_that_needs_more_is_named(folder):
 @pytest.mark.slow
 def test_a_run_on_its_tasks_resumes_exactly(folder):
     load(folder, "sums-run", change=("int(trace.last_reply)", "len(trace.last_reply)"))
-    flags = ("--max-steps", "3", "--val.interval", "2", "--val.prompts", "2", "--ckpt.interval", "0", "--rl.samples", "2")
+    flags = (
+        "--max-steps",
+        "3",
+        "--val.interval",
+        "2",
+        "--val.prompts",
+        "2",
+        "--ckpt.interval",
+        "0",
+        "--rl.samples",
+        "2",
+    )
     task = ("--envs.0.name", "verifiers:sums-run", "--envs.1.weight", "1e-3")
     rl(folder / "a", *flags, *task)
     assert {row["env"] for row in read(folder / "a" / "rollouts" / "step_00000001.jsonl")} == {"verifiers:sums-run"}

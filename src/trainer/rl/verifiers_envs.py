@@ -51,7 +51,9 @@ class VerifiersTasks(Environment):
             messages, info = self._facts(task)
             self._found["eval" if is_held_out(messages) else "train"].append((messages, info))
         if not own:
-            raise DataError(f"none of the {sum(map(len, self._found.values()))} tasks of {self.name} is in the {split} split")
+            raise DataError(
+                f"none of the {sum(map(len, self._found.values()))} tasks of {self.name} is in the {split} split"
+            )
         return own[index % len(own)]
 
     def score(self, info: Mapping[str, Any], completion: str) -> Score:
@@ -61,7 +63,9 @@ class VerifiersTasks(Environment):
         task = self._task(_frozen(info["data"]))
         about = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         agent = AgentInfo(config=_agent_config())
-        trace = Trace(task=about, state=state_cls(type(task))(), agent=agent, nodes=_nodes(_conversation(task), completion))
+        trace = Trace(
+            task=about, state=state_cls(type(task))(), agent=agent, nodes=_nodes(_conversation(task), completion)
+        )
         trace.stop("agent_completed")
         trace.ok = True
         asyncio.run(task.score(trace))
@@ -76,7 +80,9 @@ class VerifiersTasks(Environment):
         where = f"task {task.data.idx} of {self.name}"
         declared = type(self.taskset).task_type()
         if type(task) is not declared:
-            raise DataError(f"{where} is a {type(task).__name__}, and the taskset declares tasks of {declared.__name__}")
+            raise DataError(
+                f"{where} is a {type(task).__name__}, and the taskset declares tasks of {declared.__name__}"
+            )
         if needs := [name for name in _IN_SANDBOX if getattr(task.data, name, None)]:
             raise DataError(f"{where} needs a sandbox ({', '.join(needs)}), and here is none")
         messages = [_message(message, where) for message in _conversation(task)]
@@ -103,7 +109,8 @@ def verifiers(name: str, arguments: dict[str, Any], key: str) -> Environment:
         importlib.import_module("verifiers.v1.trace")
     except ImportError as error:
         raise ConfigError(
-            f'{key}.name needs the package verifiers, 0.4 or newer, which cannot be imported ({error}): pip install "verifiers>=0.4"'
+            f"{key}.name needs the package verifiers, 0.4 or newer, which cannot be imported ({error}): "
+            'pip install "verifiers>=0.4"'
         ) from error
     if not {"", os.getcwd()} & set(sys.path):  # a console script does not look where it was started
         sys.path.append(os.getcwd())
@@ -117,7 +124,8 @@ def verifiers(name: str, arguments: dict[str, Any], key: str) -> Environment:
     for argument in arguments:
         if argument not in known:
             raise ConfigError(
-                f"{key}.args: verifiers:{name} has no argument {argument!r}; it has {', '.join(known)}{did_you_mean(argument, known)}"
+                f"{key}.args: verifiers:{name} has no argument {argument!r}; it has {', '.join(known)}"
+                f"{did_you_mean(argument, known)}"
             )
     try:
         taskset = taskset_cls(config_cls.model_validate({"id": name, **arguments}))
@@ -186,7 +194,9 @@ def _nodes(messages: list[Any], completion: str) -> list[Any]:
 
     said = [*messages, AssistantMessage(content=completion)]
     last = len(said) - 1
-    return [MessageNode(parent=n - 1 if n else None, message=message, sampled=n == last) for n, message in enumerate(said)]
+    return [
+        MessageNode(parent=n - 1 if n else None, message=message, sampled=n == last) for n, message in enumerate(said)
+    ]
 
 
 @lru_cache(maxsize=1)
