@@ -5,6 +5,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from trainer.core.distributed import World
+from trainer.core.files import huge_pages
 from trainer.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """The environment variable that says which GPUs a process sees."""
+
+_HUGE_PAGES_FROM_BYTES = 2**23
 
 
 def select_device(choice: str, world: World) -> "torch.device":
@@ -75,10 +78,13 @@ def synchronize(device: "torch.device") -> None:
 
 
 def host_buffer(size_bytes: int, device: "torch.device") -> "torch.Tensor":
-    """Returns uninitialised host memory: uint8 [size_bytes], page-locked if `device` is a GPU.
+    """Returns host memory of unspecified content: uint8 [size_bytes], page-locked if `device` is a GPU.
 
     Copies between page-locked memory and the GPU run beside the computation. The memory is locked in place, because
     torch's own page-locked allocator rounds up to a power of two: 33 GiB of optimizer state would take 64.
+
+    Large buffers ask for huge pages: an optimizer's step walks through several of them at once, and with pages of
+    4 KiB a good part of its time is page-table walks.
 
     Raises:
         LaunchError: the host does not have that much memory, or may not lock it.
@@ -86,8 +92,11 @@ def host_buffer(size_bytes: int, device: "torch.device") -> "torch.Tensor":
     import torch
 
     try:
-        buffer = torch.empty(size_bytes, dtype=torch.uint8)
-    except RuntimeError as error:
+        if size_bytes < _HUGE_PAGES_FROM_BYTES:
+            buffer = torch.empty(size_bytes, dtype=torch.uint8)
+        else:
+            buffer = torch.frombuffer(huge_pages(size_bytes), dtype=torch.uint8)
+    except (RuntimeError, OSError) as error:
         raise LaunchError(f"this host has no {size_bytes / 2**30:.1f} GiB of free memory for offloading") from error
     if device.type == "cuda" and size_bytes:
         _lock_pages(buffer)
