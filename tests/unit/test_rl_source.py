@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainer.config.load import load_config
@@ -15,7 +15,7 @@ from trainer.rl.types import Completion, Group, Request, Rollout, Sampling
 
 FLAGS = (
     "--max-steps 9 --output-dir runs/x --model.name m --envs.0.name arithmetic --data.seq-len 64 --rl.max-new-tokens 8 "
-    "--rl.samples 2 --rl.max-resamples 20"
+    "--rl.samples 2"
 ).split()
 VLLM = ["--engine.type", "vllm", "--engine.launch"]
 STEPS = 10
@@ -45,6 +45,7 @@ class Run:
     lag: int
     overlaps: bool
     left_out: frozenset[int]
+    resamples: int
     batches: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """Step -> (number, version) of the groups that it trained."""
 
@@ -56,6 +57,8 @@ class Run:
             str(self.prompts),
             "--rl.max-lag",
             str(self.lag),
+            "--rl.max-resamples",
+            str(self.resamples),
             *(VLLM if self.overlaps else []),
         ]
         config = load_config(RLConfig, flags).config
@@ -89,16 +92,24 @@ KILLS = st.lists(st.tuples(st.integers(1, STEPS - 1), st.integers(0, 3), st.bool
 """(step of the checkpoint, steps done after it when the kill comes, whether it is taken in the middle of the next step)."""
 
 
+SHORT = {"prompts": 2, "overlaps": False, "resamples": 0}  # a batch that a filter leaves short, saved in its step
+
+
 @settings(max_examples=60, deadline=None)
+@example(**SHORT, lag=0, left_out=frozenset({2}), kills=[(1, 0, True)])
+@example(**SHORT, lag=1, left_out=frozenset({2, 5}), kills=[(1, 0, True), (3, 1, True)])
 @given(
     prompts=st.integers(1, 3),
     lag=st.integers(0, 3),
     overlaps=st.booleans(),
     left_out=st.frozensets(st.integers(0, 30), max_size=12),
+    resamples=st.sampled_from([0, 1, 20]),
     kills=KILLS,
 )
-def test_every_group_is_trained_once_and_in_order_whatever_is_killed(prompts, lag, overlaps, left_out, kills):
-    whole, killed = (Run(prompts, lag, overlaps, left_out) for _ in range(2))
+def test_every_group_is_trained_once_and_in_order_whatever_is_killed(
+    prompts, lag, overlaps, left_out, resamples, kills
+):
+    whole, killed = (Run(prompts, lag, overlaps, left_out, resamples) for _ in range(2))
     whole.start()
     for step in range(1, STEPS + 1):
         whole.step(step)
@@ -123,12 +134,12 @@ def test_every_group_is_trained_once_and_in_order_whatever_is_killed(prompts, la
     killed.source.close()
 
     trained = [number for step in range(1, STEPS + 1) for number, _ in killed.batches[step]]
-    assert len(trained) == STEPS * prompts == len(set(trained)) and not set(trained) & left_out
+    assert len(set(trained)) == len(trained) and not set(trained) & left_out
+    assert len(trained) == STEPS * prompts or resamples < 20  # else the filters may leave a batch short
     waiting = {group.number for group in buffer.ready} | set(buffer.under_way) | set(buffer.again)
     assert set(trained) | waiting | left_out >= set(range(buffer.next_number))
     assert not set(trained) & waiting
-    most = lag if overlaps else min(lag, 1)
     for step, groups in killed.batches.items():
-        assert all(step - 1 - most <= version <= step - 1 for _, version in groups)
+        assert all(step - 1 - lag <= version <= step - 1 for _, version in groups)
     if not overlaps:  # which weights generate what depends on the step alone
         assert killed.batches == whole.batches
