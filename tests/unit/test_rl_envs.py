@@ -162,7 +162,7 @@ def test_a_users_environment_by_import_path_and_by_file(tmp_path: Path):
         (f"{USER}:Duble", (), ["does not exist", 'did you mean "Double"?']),
         (f"{USER}:NotAnEnvironment", (), ["no subclass of trainer.rl.envs.Environment"]),
         (f"{USER}:BadPrompt", (), ["BadPrompt", "what"]),
-        ("verifiers:gsm8k", (), ["verifiers:gsm8k", "path/to/file.py:Class"]),
+        ("verifiers:no-such-taskset", (), ["envs.0.name", "verifiers"]),
     ],
 )
 def test_what_does_not_exist_is_told_with_what_is_near(name, args, expected):
