@@ -1,13 +1,17 @@
 """Real runs that save beside the training: the bytes of the moment of the call, in every offload mode."""
 
 import re
+import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from support.runs import checkpoint, differences, metrics, read, sft
+from support.stops import stopped
 from trainer.core.files import file_hook
+from trainer.core.signals import Requests
 
 FLAGS = ["--max-steps", "6", "--ckpt.interval", "2", "--val.interval", "0", "--ckpt.no-export-weights"]
 OPTIMIZERS = {"adamw": [], "muon": ["--optim.type", "muon", "--optim.lr", "0.02", "--optim.adamw-lr", "3e-3"]}
@@ -42,3 +46,30 @@ def test_e3_what_is_written_is_the_state_of_the_call(optimizer, mode, tmp_path):
         assert differences(checkpoint(waiting, step), checkpoint(beside, step)) == ""
     assert "model" in differences(checkpoint(beside, 2), checkpoint(beside, 4))
     assert metrics(waiting) == metrics(beside)
+
+
+def test_the_last_save_before_a_stop_is_written_within_what_the_grace_period_waits_for(tmp_path, monkeypatch):
+    """The end of the grace period waits for a save in the foreground; so it must for one that nothing goes on beside."""
+    run_dir, events, saved = tmp_path / "run", [], threading.Event()
+    saving = Requests.saving
+
+    @contextmanager
+    def noted(self):
+        saved.clear()
+        events.append("saving")
+        with saving(self):
+            yield
+        events.append("saved")
+        saved.set()
+
+    def hook(operation: str, path: Path) -> None:
+        if operation == "mkdir" and ".tmp-" in path.name:
+            saved.wait(0.5)  # a disk that is slower than the way out
+        if operation == "rename" and path.name.startswith("step_"):
+            events.append("committed")
+
+    monkeypatch.setattr(Requests, "saving", noted)
+    flags = ("--ckpt.async", "--ckpt.interval", "0")
+    with file_hook(hook):
+        assert stopped(run_dir, *flags, plan=[("train", 6, "SIGTERM")]) == 143
+    assert events == ["saving", "committed", "saved"]

@@ -33,7 +33,7 @@ def test_the_newest_stay():
     assert sorted(kept(found, keep_last=9)) == [2, 4, 6, 8, 10]
 
 
-def test_keep_every_is_for_good():
+def test_e8_keep_every_is_for_good():
     assert kept(candidates(committed=[1, 2, 3, 4, 5]), keep_last=1, keep_every=2) == [2, 4, 5]
 
 
