@@ -34,7 +34,12 @@ class HostGradients:
 
     A master's `.grad` is None until a gradient of this step has arrived, as with any parameter; `finish` must be called
     before its values are read.
+
+    Attributes:
+        before_adding: called before a gradient is added to a sum.
     """
+
+    before_adding: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -108,6 +113,8 @@ class HostGradients:
         parameter.grad = None
         target = self._sums[id(parameter)]
         is_first = target.master.grad is None
+        if not is_first:
+            self.before_adding()
         target.master.grad = target.whole
         if self._copies and gradient.is_contiguous() and target.part.is_contiguous():
             self._send(gradient.view(-1), target.part.view(-1), is_first)
