@@ -64,7 +64,13 @@ def test_c1_every_boundary_is_a_place_to_go_on_from(tmp_path):
 @pytest.mark.slow
 def test_c1_requests_in_long_epochs(tmp_path):
     """1001 micro-batches in an epoch, a request every 2000: served at 2001 and 4003, and the first goes on to the second."""
-    flags = [*FAKE, "--data.fake.documents=1001", "--data.fake.mean-tokens=6", "--data.fake.sigma=0", "--data.seq-len=8"]
+    flags = [
+        *FAKE,
+        "--data.fake.documents=1001",
+        "--data.fake.mean-tokens=6",
+        "--data.fake.sigma=0",
+        "--data.seq-len=8",
+    ]
     flags += ["--data.batch-size=4", "--data.micro-batch-size=1", "--data.epoch-end=flush", "--max-steps=1003"]
     flags += ["--ckpt.micro-interval=2000", "--ckpt.no-at-end", "--ckpt.no-export-weights"]
     whole, fork = tmp_path / "whole", tmp_path / "fork"

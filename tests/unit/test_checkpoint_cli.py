@@ -174,7 +174,10 @@ def test_show(pair, capsys):
 
 def test_show_tells_the_mesh(tmp_path, capsys):
     run = Run(tmp_path)
-    for mesh, text in (({}, "written by 1 rank\n"), ({"replicate": 2, "shard": 4}, "by 1 rank (replicate 2 x shard 4)")):
+    for mesh, text in (
+        ({}, "written by 1 rank\n"),
+        ({"replicate": 2, "shard": 4}, "by 1 rank (replicate 2 x shard 4)"),
+    ):
         run.manager.describe = lambda mesh=mesh: {"mesh": mesh}
         run.train()
         assert main(["show", str(run.save())]) == 0
