@@ -1,12 +1,11 @@
 """The one place that knows about GPUs. On CPU every call does the plain thing."""
 
-import mmap
 import os
 import weakref
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from trainer.core.distributed import World
+from trainer.core.files import huge_pages
 from trainer.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -93,24 +92,15 @@ def host_buffer(size_bytes: int, device: "torch.device") -> "torch.Tensor":
     import torch
 
     try:
-        is_large = size_bytes >= _HUGE_PAGES_FROM_BYTES
-        buffer = _huge_pages(size_bytes) if is_large else torch.empty(size_bytes, dtype=torch.uint8)
+        if size_bytes < _HUGE_PAGES_FROM_BYTES:
+            buffer = torch.empty(size_bytes, dtype=torch.uint8)
+        else:
+            buffer = torch.frombuffer(huge_pages(size_bytes), dtype=torch.uint8)
     except (RuntimeError, OSError) as error:
         raise LaunchError(f"this host has no {size_bytes / 2**30:.1f} GiB of free memory for offloading") from error
     if device.type == "cuda" and size_bytes:
         _lock_pages(buffer)
     return buffer
-
-
-def _huge_pages(size_bytes: int) -> "torch.Tensor":
-    import torch
-
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, size_bytes, flags=flags)  # lives as long as a tensor that looks at it
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them: the advice is all that is lost
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _lock_pages(buffer: "torch.Tensor") -> None:
