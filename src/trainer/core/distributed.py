@@ -98,9 +98,12 @@ def _init_process_group(backend: str, timeout: timedelta) -> None:
             )
         dist.init_process_group(backend, timeout=timeout)
         return
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
-    store = dist.PrefixStore(f"attempt_{attempt}", store)
+    store = PrefixStore(f"attempt_{attempt}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
