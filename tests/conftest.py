@@ -4,6 +4,12 @@ import os
 import sys
 from pathlib import Path
 
+from hypothesis import HealthCheck, settings
+
+# A machine that is busy with something else is no fault of a test.
+settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no clock")
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

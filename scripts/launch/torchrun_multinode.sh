@@ -22,6 +22,9 @@ if [ $# -eq 0 ]; then
   exit 2
 fi
 
+# Or ranks that are started again would look for the addresses of those before them.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
 exec torchrun \
   --nnodes "${NODES:-1}" \
   --nproc-per-node "${RANKS_PER_NODE:-gpu}" \

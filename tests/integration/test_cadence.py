@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from support.runs import DEBUG, REPO, checkpoint, differences, metrics, samples, sft
+from trainer.checkpoint.manifest import read_manifest
+from trainer.checkpoint.tables import read_tables
 
 FAKE = ["--data.sources=[]", "--data.val-documents=0", "--data.fake.vocab-size=384", "--data.no-pack"]
 FAKE += ["--val.interval=0", "--ckpt.interval=0"]
@@ -41,6 +43,56 @@ def test_c1_micro_interval(epoch_end, saved, tmp_path):
     run_dir = tmp_path / "run"
     sft(run_dir, *TEN, "--data.epoch-end", epoch_end, "--ckpt.micro-interval", "5", "--ckpt.no-at-end")
     assert steps(run_dir) == saved
+
+
+def test_c1_every_boundary_is_a_place_to_go_on_from(tmp_path):
+    """A request every three micro-steps: served at 4, 8, 10, 14, 18, 24, 28 and 30, and resumed from each of them."""
+    flags = [*TEN, "--max-steps=9", "--data.epoch-end=flush", "--ckpt.micro-interval=3", "--ckpt.no-export-weights"]
+    whole = tmp_path / "whole"
+    sft(whole, *flags, "--ckpt.no-at-end")
+    assert steps(whole) == [1, 2, 3, 4, 5, 7, 8, 9]
+    seen = [read_tables(checkpoint(whole, step))[1]["progress"]["samples"] for step in steps(whole)]
+    assert seen == [4, 8, 10, 14, 18, 24, 28, 30]  # one document in a micro-step
+    for step in steps(whole)[:-1]:
+        fork = tmp_path / str(step)
+        sft(fork, *flags, "--resume.dir", checkpoint(whole, step))
+        assert differences(checkpoint(whole, 9), checkpoint(fork, 9)) == ""
+        assert metrics(fork) == metrics(whole)[step:]
+        assert samples(fork) == {number: ids for number, ids in samples(whole).items() if number > step}
+
+
+@pytest.mark.slow
+def test_c1_requests_in_long_epochs(tmp_path):
+    """1001 micro-batches in an epoch, a request every 2000: served at 2001 and 4003, and the first goes on to the second."""
+    flags = [
+        *FAKE,
+        "--data.fake.documents=1001",
+        "--data.fake.mean-tokens=6",
+        "--data.fake.sigma=0",
+        "--data.seq-len=8",
+    ]
+    flags += ["--data.batch-size=4", "--data.micro-batch-size=1", "--data.epoch-end=flush", "--max-steps=1003"]
+    flags += ["--ckpt.micro-interval=2000", "--ckpt.no-at-end", "--ckpt.no-export-weights"]
+    whole, fork = tmp_path / "whole", tmp_path / "fork"
+    sft(whole, *flags)
+    assert steps(whole) == [501, 1003]
+    assert [read_tables(checkpoint(whole, step))[1]["progress"]["samples"] for step in steps(whole)] == [2001, 4003]
+    sft(fork, *flags, "--resume.dir", checkpoint(whole, 501))
+    assert steps(fork) == [1003]
+    assert differences(checkpoint(whole, 1003), checkpoint(fork, 1003)) == ""
+
+
+def test_the_best_by_validation_stays(tmp_path):
+    """A learning rate at which the model gets worse: the best is not the last."""
+    flags = ["--max-steps=6", "--val.interval=1", "--ckpt.interval=1", "--optim.lr=0.3", "--scheduler.type=constant"]
+    run_dir = tmp_path / "run"
+    sft(run_dir, *flags, "--ckpt.keep-last=1", "--ckpt.keep-best=1", "--stop-step=3")
+    sft(run_dir, *flags, "--ckpt.keep-last=1", "--ckpt.keep-best=1", "--resume")
+    losses = {row["step"]: row["val_loss"] for row in metrics(run_dir) if row["step"] > 0}
+    best = min(losses, key=lambda step: losses[step])
+    assert len(losses) == 6 and best < 6
+    assert steps(run_dir) == [best, 6]
+    assert read_manifest(checkpoint(run_dir, best)).metrics == {"val_loss": losses[best]}
 
 
 def test_named_steps_and_time(tmp_path):
@@ -104,7 +156,6 @@ def test_c10_a_checkpoint_holds_what_the_next_step_begins_with(tmp_path):
 
     from trainer.checkpoint.layout import read_layout
     from trainer.checkpoint.storage import load_tensors
-    from trainer.checkpoint.tables import read_tables
     from trainer.config.load import load_config
     from trainer.config.run import SFTConfig
     from trainer.sft.supply import supply

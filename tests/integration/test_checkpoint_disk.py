@@ -63,6 +63,33 @@ def test_e15_a_disk_without_room_is_found_before_the_first_step(tmp_path):
         assert not list((disk / "run" / "checkpoints").iterdir())
 
 
+def test_e15_a_disk_that_was_filled_meanwhile_is_found_before_the_first_resumed_step(tmp_path, whole):
+    with mounted(tmp_path / "disk", 24 * MIB) as disk:
+        assert sft(disk / "run", tmp_path / "logs", "--stop-step", "2")[0] == 0
+        fill(disk / "filler")
+        rows = (disk / "run/metrics.jsonl").read_bytes()
+        code, output = sft(disk / "run", tmp_path / "logs", "--resume")
+        assert code == 1
+        assert "a checkpoint needs" in one_error(output)
+        assert (disk / "run/metrics.jsonl").read_bytes() == rows
+        assert [path.name for path in (disk / "run/checkpoints").iterdir()] == ["step_00000002"]
+        (disk / "filler").unlink()
+        assert sft(disk / "run", tmp_path / "logs", "--resume")[0] == 0
+        assert differences(checkpoint(whole, 4), checkpoint(disk / "run", 4)) == ""
+        fill(disk / "filler")  # a complete run writes nothing more
+        assert sft(disk / "run", tmp_path / "logs", "--resume")[0] == 0
+
+
+def fill(path: Path) -> None:
+    """Takes all the space that is left, but for a few blocks for rows and logs."""
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(MIB // 4))
+        except OSError:
+            file.truncate(file.tell() - MIB // 2)
+
+
 def fill_up(rank: int) -> None:
     """From the second save on, the disk is full by the time that the shard is written: the check came too early."""
     saves = 0

@@ -145,12 +145,18 @@ def _choose_blind(run_dir: Path, hidden: str):
         os.scandir, Path.exists = real_scandir, real_exists
 
 
-def test_rank_0_decides_what_is_resumed(tmp_path):
+def test_e12_rank_0_decides_what_is_resumed(tmp_path):
     run_at(2, tmp_path, steps=2)
     newest = run_at(2, tmp_path, resume={}, steps=2)
     assert steps_of(tmp_path) == [2, 4]
     answers = run_on_ranks(_choose_blind, 2, tmp_path, "step_00000004", timeout=60)
     assert answers == [("step_00000004", newest)] * 2
+
+
+def test_e12_where_there_is_nothing_all_ranks_say_so(tmp_path):
+    answers = run_on_ranks(_resume, 2, tmp_path, {}, timeout=60)
+    assert answers[0] == answers[1] and answers[0].startswith("CheckpointError: no checkpoint to resume from")
+    assert run_on_ranks(_resume, 2, tmp_path, {"if_exists": True}, timeout=60) == [None, None]
 
 
 def _resume(run_dir: Path, resume: dict):

@@ -227,6 +227,18 @@ class TestSchedules:
         done = brought_in(run.save_prime_rl(tmp_path / "source"), tmp_path / "in")
         self.follows(done.path, run, 10)
 
+    def test_torchs_own_schedulers_in_a_hugging_face_directory(self, tmp_path):
+        """Their shape is in scheduler.pt; the config's, which gives the same lr at this step, is not asked."""
+
+        def schedule(optimizer):
+            return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)
+
+        run = ForeignRun(schedule=schedule).train(6)
+        flags = ["--scheduler.type", "cosine", "--optim.lr", "2e-3"]
+        done = brought_in(run.save_hf_trainer(tmp_path / "source"), tmp_path / "in", *flags)
+        assert open_contents(done.path).leaves["schedule"]["total_steps"] == 12
+        self.follows(done.path, run, 12)
+
     @staticmethod
     def follows(path: Path, run: ForeignRun, last_step: int) -> None:
         from trainer.optim.schedule import Schedule
@@ -244,18 +256,6 @@ class TestSchedules:
 
 def one_group(model, weight_decay):
     return [{"params": list(model.parameters()), "weight_decay": weight_decay}]
-
-    def test_torchs_own_schedulers_in_a_hugging_face_directory(self, tmp_path):
-        """Their shape is in scheduler.pt; the config's, which gives the same lr at this step, is not asked."""
-
-        def schedule(optimizer):
-            return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)
-
-        run = ForeignRun(schedule=schedule).train(6)
-        flags = ["--scheduler.type", "cosine", "--optim.lr", "2e-3"]
-        done = brought_in(run.save_hf_trainer(tmp_path / "source"), tmp_path / "in", *flags)
-        assert open_contents(done.path).leaves["schedule"]["total_steps"] == 12
-        self.follows(done.path, run, 12)
 
 
 class TestDcp:
@@ -351,6 +351,14 @@ class TestRefusals:
             brought_in(source, tmp_path / "in")
         assert not (tmp_path / "in").exists()
 
+    def test_dcp_states_from_the_middle_of_a_cycle(self, tmp_path):
+        run = ForeignRun(groups=one_group, schedule=linear_lr).train(4)
+        sources = (run.save_prime_rl(tmp_path / "a", micro_step=3), run.save_torchtitan(tmp_path / "b", micro_step=3))
+        for source in sources:
+            with pytest.raises(CheckpointError, match="middle of gradient accumulation .*micro_step = 3"):
+                brought_in(source, tmp_path / "in")
+        assert not (tmp_path / "in").exists()
+
     def test_a_full_cycle_is_none(self, tmp_path):
         source = ForeignRun().train(5).save_hf_trainer(tmp_path / "source", micro_step=8, gradient_accumulation_steps=4)
         assert brought_in(source, tmp_path / "in").step == 5
@@ -423,6 +431,24 @@ def with_tokenizer(path: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(foreign.TINY / name, path / name)
     return path
+
+
+@pytest.mark.slow
+def test_a_state_of_the_real_accelerate(tmp_path):
+    """`Accelerator.save_state` as it is, of a model with a tied output weight."""
+    accelerate = pytest.importorskip("accelerate")
+
+    run = ForeignRun()
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, run.optimizer, run.scheduler = accelerator.prepare(run.model, run.optimizer, run.scheduler)
+    assert model is run.model
+    run.train(4)
+    accelerator.save_state(str(tmp_path / "state"))
+    run.optimizer = run.optimizer.optimizer
+    done = brought_in(tmp_path / "state", tmp_path / "in")
+    assert (done.kind, done.step) == ("Accelerate", 4)
+    holds(done.path, run)
+    assert verify(done.path).sound
 
 
 @pytest.mark.slow

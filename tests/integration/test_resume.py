@@ -9,6 +9,9 @@ import pytest
 
 from support import runs
 from support.runs import checkpoint, differences, metrics, samples, sft
+from trainer.checkpoint.manifest import read_manifest
+from trainer.checkpoint.tables import read_tables
+from trainer.core.files import FileRecord, xxh3
 from trainer.errors import CheckpointError, CheckpointMismatch, LaunchError, ModelError, TrainerError
 
 
@@ -265,6 +268,27 @@ class TestRanks:
             assert metrics(run_dir) == rows
         else:
             assert [row["loss"] for row in metrics(run_dir)] == pytest.approx([row["loss"] for row in rows], rel=2e-4)
+
+    def test_a_manifest_says_all_there_is_to_know_before_the_tensors_are_read(self, two, tmp_path):
+        path = checkpoint(two, 5)
+        manifest, (_, state) = read_manifest(path), read_tables(path)
+        assert (manifest.format, manifest.step, manifest.micro_step, manifest.pending) == (1, 5, 0, None)
+        assert (manifest.resumable, manifest.reason, manifest.parent) == (True, "", None)
+        assert set(manifest.files) == {"rank_00000.safetensors", "rank_00001.safetensors", "metadata.json"}
+        for name, record in manifest.files.items():
+            assert record == FileRecord((path / name).stat().st_size, xxh3(path / name)), name
+        assert (manifest.world_size, manifest.run["mesh"]) == (2, {"shard": 2})
+        assert set(manifest.dtypes) == {"F32", "U8"} and manifest.metrics.keys() == {"val_loss"}
+        assert manifest.run["schedule"] == state["schedule"] and manifest.run["schedule"]["total_steps"] == 10
+        assert manifest.run["data"] == {key: state["data"][key] for key in ("version", "cursor", "order")}
+        config = manifest.run["config"]
+        assert (config["seed"], config["max_steps"], config["model"]["dtype"]) == (0, 10, "float32")
+        assert config["optim"]["lr"] == 3e-3 and config["scheduler"]["warmup_steps"] == 2
+        run_dir = tmp_path / "run"
+        sft(run_dir, "--parallel.dp-replicate", "2", "--resume.dir", path, "--stop-step", "6", world_size=4)
+        forked = read_manifest(checkpoint(run_dir, 6))
+        assert forked.parent == {"path": str(path), "step": 5, "checksum": manifest.checksum}
+        assert (forked.world_size, forked.run["mesh"]) == (4, {"replicate": 2, "shard": 2})
 
     def test_two_ranks_are_one_rank(self, two, whole):
         """I1: the same batch gives the same loss and gradient norm however it is cut up."""

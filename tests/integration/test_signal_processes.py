@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,8 +22,12 @@ RANK = 'trap : TERM INT; "$0" -m trainer "$@"; code=$?; echo $code >"$CODES/exit
 
 
 def start(*command: str, **env: str) -> subprocess.Popen[str]:
+    return start_program(sys.executable, *command, **env)
+
+
+def start_program(*command: str, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, *map(str, command)],
+        [*map(str, command)],
         cwd=REPO,
         env=runs._environment(env),
         stdout=subprocess.PIPE,
@@ -140,6 +145,30 @@ def test_e10_sigterm_to_one_rank_and_the_agent_starts_them_again(tmp_path):
     starts = [row["step"] for row in read(run_dir / "events.jsonl") if row["event"] == "start"]
     assert len(starts) == 2 and 2 <= starts[1] < 40
     assert {candidate.step for candidate in discover(run_dir / "checkpoints")} == {starts[1], 40}
+    assert differences(checkpoint(whole, 40), checkpoint(run_dir, 40)) == ""
+    assert metrics(run_dir) == metrics(whole)
+    assert samples(run_dir) == samples(whole)
+
+
+@pytest.mark.slow
+def test_two_nodes_start_again_by_the_launch_script(tmp_path):
+    """Two agents with a rank each: one rank leaves, both agents start theirs anew, and the run goes on."""
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    flags = ["--max-steps", "40", "--val.interval", "0", "--ckpt.interval", "0"]
+    sft(whole, *flags, world_size=2)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    nodes = {"NODES": "2", "HEAD": f"localhost:{port}", "RANKS_PER_NODE": "1", "RESTARTS": "1"}
+    nodes["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    script = REPO / "scripts/launch/torchrun_multinode.sh"
+    agents = [start_program(script, *DEBUG, *flags, "--output-dir", run_dir, **nodes) for _ in range(2)]
+    runs.wait_for_step(run_dir, 2, agents[0])
+    os.kill(pid_of_rank(run_dir, 1), signal.SIGTERM)
+    texts = [output_of(agent) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], texts
+    starts = [row["step"] for row in read(run_dir / "events.jsonl") if row["event"] == "start"]
+    assert len(starts) == 2 and 2 <= starts[1] < 40
     assert differences(checkpoint(whole, 40), checkpoint(run_dir, 40)) == ""
     assert metrics(run_dir) == metrics(whole)
     assert samples(run_dir) == samples(whole)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from support.runs import checkpoint, differences, metrics, samples, sft
+from support.runs import checkpoint, differences, metrics, read, samples, sft
 from support.stops import SHORT, stopped
 from trainer.checkpoint.manifest import read_manifest
 from trainer.errors import LaunchError
@@ -72,6 +72,26 @@ class TestNow:
         assert differences(checkpoint(whole, 4), checkpoint(run_dir, 4)) == ""
         assert metrics(run_dir) == metrics(whole)[2:]
         assert samples(run_dir) == {step: ids for step, ids in samples(whole).items() if step > 1}
+        rows = {row["step"]: row for row in read(run_dir / "metrics.jsonl")}
+        tokens = {step: rows[step]["tokens_per_second"] * rows[step]["step_seconds"] for step in (2, 3)}
+        trained = {row["step"]: row["tokens"] for row in metrics(whole)[1:]}
+        # Only what this process has done counts: two of the four micro-steps of step 2.
+        assert tokens == pytest.approx({2: (trained[2] - trained[1]) / 2, 3: trained[3] - trained[2]})
+
+    def test_in_the_short_cycle_at_an_epochs_end(self, tmp_path):
+        """Ten micro-batches in an epoch: the third cycle has two, and the stop comes between them."""
+        flags = ("--data.sources=[]", "--data.fake.vocab-size=384", "--data.fake.documents=10", "--data.no-pack")
+        flags += ("--data.val-documents=0", "--val.interval=0", "--data.epoch-end=flush", "--max-steps=6")
+        flags += ("--data.batch-size=4", "--data.micro-batch-size=1", "--ckpt.interval=0", "--ckpt.on-signal=now")
+        whole, run_dir = tmp_path / "whole", tmp_path / "run"
+        assert stopped(whole, *flags) == 0
+        assert stopped(run_dir, *flags, plan=[("train", 9, "SIGTERM")]) == 143
+        manifest = read_manifest(checkpoint(run_dir, 2))
+        assert (manifest.step, manifest.micro_step) == (2, 1)
+        assert stopped(run_dir, *flags, "--resume") == 0
+        assert differences(checkpoint(whole, 6), checkpoint(run_dir, 6)) == ""
+        assert metrics(run_dir) == metrics(whole)
+        assert samples(run_dir) == samples(whole)
 
     @pytest.mark.parametrize("lost", ["gradients", "loss", "position"])
     def test_every_part_of_it_is_needed(self, lost, half, whole, tmp_path, monkeypatch):

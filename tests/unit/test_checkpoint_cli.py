@@ -172,6 +172,18 @@ def test_show(pair, capsys):
     assert shown["tensors"]["model.0.weight"] == {"dtype": "F32", "shape": [10, 6], "bytes": 240}
 
 
+def test_show_tells_the_mesh(tmp_path, capsys):
+    run = Run(tmp_path)
+    for mesh, text in (
+        ({}, "written by 1 rank\n"),
+        ({"replicate": 2, "shard": 4}, "by 1 rank (replicate 2 x shard 4)"),
+    ):
+        run.manager.describe = lambda mesh=mesh: {"mesh": mesh}
+        run.train()
+        assert main(["show", str(run.save())]) == 0
+        assert text in capsys.readouterr().out
+
+
 def test_none_of_it_imports_torch(pair):
     a, b = str(pair / "a"), str(pair / "b")
     code = (

@@ -200,5 +200,5 @@ def test_listing_opens_nothing_but_manifests(step, monkeypatch):
     real_open = os.open
     monkeypatch.setattr(os, "open", lambda path, *rest, **more: opened.append(path) or real_open(path, *rest, **more))
     assert len(discover(step.parent)) == 4
-    assert {path.name for path in opened} == {"manifest.json"}
+    assert {os.path.basename(path) for path in opened} == {"manifest.json"}
     assert len(opened) == 4

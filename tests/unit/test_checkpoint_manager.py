@@ -91,7 +91,7 @@ def test_the_same_step_is_not_written_twice(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "left"), [({"keep_last": 1, "keep_every": 2}, [2, 4, 5]), ({"keep_last": 2}, [4, 5])]
 )
-def test_retention(tmp_path, settings, left):
+def test_e8_retention(tmp_path, settings, left):
     run_with(tmp_path, 1, 2, 3, 4, 5, interval=1, **settings)
     assert steps_of(tmp_path) == left
     assert len(os.listdir(tmp_path / "checkpoints")) == len(left)
@@ -456,7 +456,7 @@ def again_from(template, run_dir) -> Run:
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("how", ["fails", "is killed"])
-def test_a_save_interrupted_at_any_operation_loses_nothing(tmp_path, overwrite, how):
+def test_e16_a_save_interrupted_at_any_operation_loses_nothing(tmp_path, overwrite, how):
     """Also where the step exists already with other contents: never a mixture, and never neither."""
     template = tmp_path / "template"
     before = Run(template, seed=1)

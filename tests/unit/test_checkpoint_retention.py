@@ -33,7 +33,7 @@ def test_the_newest_stay():
     assert sorted(kept(found, keep_last=9)) == [2, 4, 6, 8, 10]
 
 
-def test_keep_every_is_for_good():
+def test_e8_keep_every_is_for_good():
     assert kept(candidates(committed=[1, 2, 3, 4, 5]), keep_last=1, keep_every=2) == [2, 4, 5]
 
 
@@ -42,12 +42,12 @@ def test_what_cannot_be_resumed_takes_no_place_and_is_not_touched():
     assert kept(found, keep_last=1) == [8, 12, 16, 20, 24]
 
 
-def measured(**losses) -> list[Candidate]:
-    """Committed checkpoints: step_4=0.5 is step 4 with val_loss 0.5, None one without a validation."""
+def measured(metric: str = "val_loss", /, **values) -> list[Candidate]:
+    """Committed checkpoints: step_4=0.5 is step 4 with a val_loss of 0.5, None one without a validation."""
     found = []
-    for name, loss in losses.items():
+    for name, value in values.items():
         step = int(name.removeprefix("step_"))
-        metrics = {} if loss is None else {"val_loss": loss}
+        metrics = {} if value is None else {metric: value}
         found.append(Candidate(Path(name), step, Status.COMMITTED, manifest=Manifest(step, {}, metrics=metrics)))
     return found
 
@@ -61,6 +61,12 @@ def test_the_best_stay():
     assert kept(found, keep_last=1, keep_best=9) == [1, 2, 4, 5, 6, 7]  # 3 was never validated
     assert kept(found, keep_last=1, keep_every=3, keep_best=1) == [3, 5, 6, 7]
     assert kept(found, keep_last=None, keep_best=1) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_of_rewards_the_highest_is_the_best():
+    found = measured("eval_reward", step_1=0.2, step_2=0.9, step_3=None, step_4=-0.5, step_5=0.9, step_6=0.1)
+    assert kept(found, keep_last=1, keep_best=1) == [5, 6]
+    assert kept(found, keep_last=1, keep_best=3) == [1, 2, 5, 6]
 
 
 def test_a_state_that_cannot_be_resumed_is_not_the_best():

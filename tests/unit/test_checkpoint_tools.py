@@ -130,10 +130,13 @@ class TestExport:
         theirs = {file.name: file.read_bytes() for file in (tmp_path / "run/weights").iterdir()}
         assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == theirs
 
-    def test_a_vocabulary_that_grew(self, tmp_path):
+    def test_a_vocabulary_that_grew(self, tmp_path, capsys):
         save_reference(tmp_path / "model")
         path = saved(tmp_path / "model", tmp_path / "run", vocab_size=101)
-        assert main(["export", str(path), str(tmp_path / "out")]) == 0
+        assert main(["export", str(path), str(tmp_path / "out"), "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        tensors = len(build(tmp_path / "model", vocab_size=101).state_dict())
+        assert told == {"path": str(tmp_path / "out"), "checkpoint": str(path), "step": 3, "tensors": tensors}
         assert json.loads((tmp_path / "out/config.json").read_text())["vocab_size"] == 101
 
     def test_a_model_that_moved_or_is_another(self, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """States that must not be gone on from: not finite, or in the middle of a cycle without its gradients."""
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -30,8 +31,14 @@ def unsafe(run: Run, kind: str) -> None:
     if kind == "not finite":
         poison(run)
         run.save()
-    else:
+    elif kind == "mid-cycle":
         run.manager.save(run.step, micro_step=2)
+    else:  # of another trainer, which wrote into the same directory in the middle of a cycle
+        legacy = run.manager.store.directory / f"step_{run.step:08d}"
+        legacy.mkdir()
+        (legacy / "optimizer.pt").touch()
+        state = {"global_step": run.step, "micro_step": 2, "gradient_accumulation_steps": 4}
+        (legacy / "trainer_state.json").write_text(json.dumps(state))
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
@@ -94,7 +101,7 @@ def looked_at(state: dict[str, torch.Tensor], copy: bool, directory: Path) -> st
         stager.close()
 
 
-@pytest.mark.parametrize("kind", ["not finite", "mid-cycle"])
+@pytest.mark.parametrize("kind", ["not finite", "mid-cycle", "legacy"])
 def test_e6_resumed_from_8_beside_an_unsafe_12(kind, tmp_path):
     """4 and 8 are safe, 12 is not, keep_last = 1: resumed, killed at any moment of the next save and prune, resumed."""
     reference = Run(tmp_path / "reference")

@@ -103,6 +103,19 @@ def test_memory_that_runs_out_is_recognised():
     assert not devices.is_out_of_memory(RuntimeError("shapes do not match"))
 
 
+def test_ranks_started_again_on_several_nodes_with_one_store_are_refused(monkeypatch):
+    """Else they would wait for ranks that are gone; what starts again on one node is in the tests of signals."""
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    environment |= {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with (
+        pytest.raises(LaunchError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
+        distributed.process_group(torch.device("cpu"), 5),
+    ):
+        pass
+
+
 def test_a_mesh_that_does_not_multiply_is_refused():
     with pytest.raises(LaunchError, match=r"dp_replicate \(2\) x parallel.dp_shard \(2\).*ranks \(6\)"):
         distributed.build_mesh("cpu", 2, 2, 6)

@@ -1,5 +1,6 @@
 """What holds for the files of the repository as a whole."""
 
+import ast
 import os
 import re
 import subprocess
@@ -88,6 +89,32 @@ def test_names_of_test_files_are_unique():
     """pytest imports them by their bare names, and worker processes find their functions by those."""
     counts = Counter(path.name for path in files() if re.fullmatch(r"test_.*\.py", path.name))
     assert [name for name, count in counts.items() if count > 1] == []
+
+
+def test_no_test_is_hidden():
+    """pytest finds tests in modules and classes. One inside a function, or under a name that is taken, never runs."""
+    hidden = []
+    for path in files():
+        if re.fullmatch(r"test_.*\.py", path.name):
+            tree = ast.parse(text_of(path))
+            hidden += [f"{path.name}:{line}" for line in hidden_tests(tree)]
+    assert hidden == []
+    assert hidden_tests(ast.parse("def f():\n    def test_a(): pass")) == [2]
+    assert hidden_tests(ast.parse("class A:\n    def test_a(self): pass\n    def test_a(self): pass")) == [3]
+    assert hidden_tests(ast.parse("class A:\n    def test_a(self): pass\ndef test_a(): pass")) == []
+
+
+def hidden_tests(scope: ast.AST, inside: bool = False) -> list[int]:
+    """The lines of the tests in a piece of code that are within a function, or whose name is given twice."""
+    hidden, names = [], set()
+    for node in ast.iter_child_nodes(scope):
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if node.name.lower().startswith("test") and (inside or node.name in names):
+                hidden.append(node.lineno)
+            names.add(node.name)
+        hidden += hidden_tests(node, inside or is_function)
+    return hidden
 
 
 @pytest.mark.parametrize("script", [path for path in files() if path.suffix == ".sh" or path.name == "run"], ids=str)

@@ -120,6 +120,14 @@ def test_a_run_that_equals_itself_puts_the_blame_on_the_restore():
     assert "the restore is at fault" in diagnosis.cause
 
 
+def test_a_run_that_counts_on_from_another_step_than_its_checkpoints_has_lost_its_counters():
+    """Its rows come under other steps, so that samples and all else look wrong from the first on."""
+    values = list(compare_rows(rows(), {step: rows()[step] | {"ids": [["9:9"]]} for step in rows()}, Bound(), STEPS))
+    diagnosis = diagnose(Evidence(0, values, [], rows(), [], loaded=RESUMED_FROM))
+    assert diagnosis is not None and diagnosis.first is not None and diagnosis.is_resume
+    assert "the checkpoint was of step 3, and the resumed run counted on from step 0" in diagnosis.cause
+
+
 def test_rows_may_agree_and_states_differ():
     difference = Difference("optimizer", "optimizer.state.w.exp_avg", "3 of 9 elements differ")
     diagnosis = found(differences=[difference])

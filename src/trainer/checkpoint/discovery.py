@@ -109,6 +109,8 @@ def _inspect(entry: os.DirEntry, siblings: set[str]) -> Candidate:
         return Candidate(path, step, Status.FOREIGN, "a symlink; give its target to --resume.dir if you mean it")
     if not entry.is_dir():
         return Candidate(path, None, Status.FOREIGN, "not a directory")
+    if step is not None:
+        return inspect_step(path, step)
     if is_temporary(entry.name):
         return Candidate(path, None, Status.INCOMPLETE, "a save in progress, or one that was interrupted")
     if is_removed(entry.name):
@@ -118,7 +120,7 @@ def _inspect(entry: os.DirEntry, siblings: set[str]) -> Candidate:
         if step_name(replaced) in siblings:
             return Candidate(path, None, Status.INCOMPLETE, "a replaced checkpoint whose removal was interrupted")
         step = replaced  # the rename that would have brought in its successor never happened: this one still counts
-    if step is None:
+    else:
         step = _step_of_superseded(entry.name)
     if step is None:
         return Candidate(path, None, Status.FOREIGN, "its name is not step_ and eight digits")

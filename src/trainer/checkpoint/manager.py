@@ -216,9 +216,10 @@ class CheckpointManager:
         return pending == there or (pending is None and micro_step > 0)  # with more in it than is asked for
 
     def check_space(self) -> None:
-        """Checks before the first step that a checkpoint of this state fits on the disk.
+        """Checks before the first step, fresh or resumed, that a checkpoint of this state fits on the disk.
 
-        With `ckpt.keep_last` = N, there are N + 1 of them for a moment; where those do not fit, a warning says so.
+        With `ckpt.keep_last` = N, there are N + 1 of them for a moment; where those that are not there yet do not fit, a
+        warning says so.
 
         Raises:
             CheckpointError: not even one fits, with the bytes needed and free.
@@ -228,8 +229,9 @@ class CheckpointManager:
     def _check_space(self, needed_bytes: int) -> None:
         self.store.check_space(needed_bytes)
         if self.config.keep_last is not None:
+            there = sum(c.status is Status.COMMITTED for c in discover(self.store.directory))
             try:
-                self.store.check_space(needed_bytes, self.config.keep_last + 1)
+                self.store.check_space(needed_bytes, max(1, self.config.keep_last + 1 - there))
             except CheckpointError as error:
                 logger.warning(f"the disk may fill up during this run: {error}")
 

@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.leaves import check_depth
-from trainer.checkpoint.paths import MANIFEST, check_plain_name, open_inside, os_errors, read_inside
+from trainer.checkpoint.leaves import MAX_DEPTH, check_depth
+from trainer.checkpoint.paths import MANIFEST, MissingFile, check_plain_name, open_inside, os_errors, read_inside
 from trainer.core.files import FileRecord, xxh3, xxh3_bytes
 from trainer.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 
@@ -97,7 +97,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
             check_plain_name(name, where): FileRecord(int(record["size_bytes"]), str(record["xxh3"]))
             for name, record in body["files"].items()
         }
-        check_depth(body, where)
+        if data.count(b"{") + data.count(b"[") > MAX_DEPTH:  # else it cannot be that deep: most need no walk
+            check_depth(body, where)
         return _checked(Manifest(**{**body, "files": files}))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise CorruptCheckpoint(f"{where} is damaged: {error}") from error
@@ -129,9 +130,11 @@ def read_manifest(directory: Path) -> Manifest:
         IncompleteCheckpoint: there is none: this is no committed checkpoint.
         CorruptCheckpoint, CheckpointError: as `parse_manifest`.
     """
-    if not os.path.lexists(directory / MANIFEST):
-        raise IncompleteCheckpoint(f"{directory} has no {MANIFEST}: it is no committed checkpoint")
-    return parse_manifest(read_inside(directory, MANIFEST), str(directory / MANIFEST))
+    try:
+        data = read_inside(directory, MANIFEST)
+    except MissingFile as error:
+        raise IncompleteCheckpoint(f"{directory} has no {MANIFEST}: it is no committed checkpoint") from error
+    return parse_manifest(data, os.path.join(directory, MANIFEST))
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
@@ -141,7 +144,7 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
         CorruptCheckpoint: the first file that is not so.
     """
     for name, record in manifest.files.items():
-        path = directory / name
+        path = os.path.join(directory, name)
         try:
             status = os.stat(path, follow_symlinks=False)
         except OSError as error:

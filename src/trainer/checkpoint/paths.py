@@ -82,25 +82,36 @@ def check_plain_name(name: object, where: str) -> str:
     return name
 
 
+class MissingFile(CorruptCheckpoint):
+    """A file of a checkpoint is not there."""
+
+
 def open_inside(directory: Path, name: str) -> int:
     """Returns a read-only descriptor of the regular file `name` directly inside `directory`.
 
     Raises:
-        CorruptCheckpoint: no plain name, missing, a symlink, or not a regular file.
+        MissingFile: there is no such file.
+        CorruptCheckpoint: no plain name, a symlink, or not a regular file.
     """
-    path = directory / check_plain_name(name, str(directory))
+    return _open_inside(directory, name)[0]
+
+
+def _open_inside(directory: Path, name: str) -> tuple[int, int]:
+    """Returns (descriptor, size in bytes), as `open_inside`."""
+    path = os.path.join(directory, check_plain_name(name, str(directory)))
     try:
         # O_NONBLOCK: opening a FIFO that somebody put there would wait for ever
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:
-        raise CorruptCheckpoint(f"{path} is missing") from error
+        raise MissingFile(f"{path} is missing") from error
     except OSError as error:
         reason = "is a symlink; refusing to follow it" if error.errno == errno.ELOOP else f"{error.strerror}"
         raise CorruptCheckpoint(f"{path}: {reason}") from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
         os.close(fd)
         raise CorruptCheckpoint(f"{path} is not a regular file")
-    return fd
+    return fd, status.st_size
 
 
 def read_inside(directory: Path, name: str) -> bytes:
@@ -109,14 +120,18 @@ def read_inside(directory: Path, name: str) -> bytes:
     Raises:
         CorruptCheckpoint: as `open_inside`, or it is larger than any JSON file of a checkpoint.
     """
-    with os.fdopen(open_inside(directory, name), "rb") as file:
-        size_bytes = os.fstat(file.fileno()).st_size
+    fd, size_bytes = _open_inside(directory, name)
+    try:
         if size_bytes > MAX_TABLE_BYTES:
             raise CorruptCheckpoint(f"{directory / name} has {size_bytes} bytes; at most {MAX_TABLE_BYTES} are read")
-        try:
-            return file.read()
-        except OSError as error:
-            raise CorruptCheckpoint(f"{directory / name}: {error.strerror}") from error
+        data = os.read(fd, size_bytes + 1)  # the byte more tells the end: one call for a file that is not growing
+        while len(data) < size_bytes and (more := os.read(fd, size_bytes - len(data))):
+            data += more
+        return data
+    except OSError as error:
+        raise CorruptCheckpoint(f"{directory / name}: {error.strerror}") from error
+    finally:
+        os.close(fd)
 
 
 def read_exactly(fd: int, view: memoryview, position: int, path: Path) -> None:

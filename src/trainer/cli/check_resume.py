@@ -5,7 +5,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,8 @@ class Interruption:
     last_step: int
     """The last step that it had logged when the signal was sent."""
     exit_code: int
+    checkpoint: int | None
+    """The newest that it left behind."""
     resumed_from: int = 0
 
 
@@ -196,7 +198,13 @@ class ResumeCheck:
                     f"after step {last_step}; give more --steps, or look at {process.log}"
                 )
             self.report.interrupted(last_step, code)
-        return Interruption(last_step, code)
+        return Interruption(last_step, code, self._newest())
+
+    def _newest(self) -> int | None:
+        from trainer.checkpoint.discovery import Status, discover
+
+        found = discover(self._run_dir("resumed") / "checkpoints")
+        return max((c.step for c in found if c.status is Status.COMMITTED and c.step is not None), default=None)
 
     def _resumed_from(self, interruption: Interruption) -> Interruption:
         """Reads from the run's own record where the resumed process began."""
@@ -205,7 +213,7 @@ class ResumeCheck:
         starts = [row for row in read_rows(self._run_dir("resumed") / "events.jsonl") if row.get("event") == "start"]
         if len(starts) != 2 or starts[-1].get("fresh"):
             raise RunFailed(f"the run was started again and did not resume: {json.dumps(starts)}")
-        return Interruption(interruption.last_step, interruption.exit_code, int(starts[-1]["step"]))
+        return replace(interruption, resumed_from=int(starts[-1]["step"]))
 
     # -- the comparison ------------------------------------------------------------------------------------------------
 
@@ -222,13 +230,14 @@ class ResumeCheck:
         before = [value for value in before if value.step in superseded and value.b is not None]
         step_dir = f"checkpoints/step_{plan.steps:08d}"
         states = compare_states(a / step_dir, b / step_dir, Bound(plan.bound))
-        evidence = Evidence(interruption.resumed_from, values, before, rows, states.differences)
+        evidence = Evidence(
+            interruption.resumed_from, values, before, rows, states.differences, loaded=interruption.checkpoint
+        )
         diagnosis = diagnose(evidence)
         repeat = plan.repeat if plan.repeat is not None else diagnosis is not None
         if repeat:
             self._train("repeated", "never stopped, again", plan.nproc)
             again = list(compare_rows(rows, run_rows(self._run_dir("repeated")), Bound(), plan.steps))
-            evidence = Evidence(interruption.resumed_from, values, before, rows, states.differences, again)
-            diagnosis = diagnose(evidence)
+            diagnosis = diagnose(replace(evidence, repeated=again))
         directory = self.directory if diagnosis is not None or plan.keep else None
         return Result(plan, interruption, values, states, diagnosis, repeat, directory)

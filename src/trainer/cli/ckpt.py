@@ -5,7 +5,7 @@ The other subcommands are in `ckpt_tools` and `ckpt_import`.
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,7 +139,7 @@ def _show(arguments: argparse.Namespace) -> int:
     print(checkpoint.path)
     print(
         f"step {manifest.step}, {size(manifest.size_bytes)} in {len(manifest.files)} files, "
-        f"written by {manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
+        f"written by {manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}{_mesh(manifest.run)}"
     )
     print(f"created {manifest.created} by trainer {versions.get('trainer')}, torch {versions.get('torch')}")
     print("resumable" if manifest.resumable else f"not resumable: {manifest.reason}")
@@ -156,6 +156,13 @@ def _show(arguments: argparse.Namespace) -> int:
         lines += [f"  {name}  {tensor['dtype']} {tensor['shape']}" for name, tensor in own.items()]
         _print_some(lines, limit)
     return 0
+
+
+def _mesh(run: Mapping[str, Any]) -> str:
+    """Returns " (replicate 2 x shard 4)"; "" where there was one process, or the manifest does not say."""
+    mesh = run.get("mesh")
+    sides = [f"{name} {size}" for name, size in mesh.items()] if isinstance(mesh, dict) else []
+    return f" ({' x '.join(sides)})" if sides else ""
 
 
 def _without_names(value: Any) -> Any:

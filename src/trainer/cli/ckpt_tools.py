@@ -46,6 +46,7 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     export.add_argument(
         "--model", metavar="DIR", help="directory of config.json and tokenizer (default: the run's model.name)"
     )
+    export.add_argument("--json", action="store_true", help="print JSON")
     export.set_defaults(run=_export)
 
     repair = commands.add_parser(
@@ -194,6 +195,9 @@ def _export(arguments: argparse.Namespace) -> int:
     from trainer.checkpoint.export import export_checkpoint
 
     count = export_checkpoint(checkpoint, out, model_dir=arguments.model)
+    if arguments.json:
+        print_json({"path": str(out), "checkpoint": str(checkpoint.path), "step": checkpoint.step, "tensors": count})
+        return 0
     print(f"{out}: {count} tensors of step {checkpoint.step}, float32, with config.json and tokenizer")
     return 0
 

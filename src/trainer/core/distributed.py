@@ -100,7 +100,7 @@ def process_group(device: "torch.device", timeout_seconds: int):
             f"rank {world.rank} of {world.size}: meeting the others at {place}, for {timeout_seconds} s at most"
         )
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        _init_process_group(backend, timedelta(seconds=timeout_seconds))
     except (RuntimeError, ValueError, OSError) as error:
         raise LaunchError(
             f"rank {world.rank} of {world.size} cannot meet the others at MASTER_ADDR:MASTER_PORT = {place}: "
@@ -111,6 +111,38 @@ def process_group(device: "torch.device", timeout_seconds: int):
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _init_process_group(backend: str, timeout: timedelta) -> None:
+    """As `dist.init_process_group`, also in ranks that torchrun has started again (--max-restarts).
+
+    torchrun has one store for all of its restarts, and torch keeps nothing apart in it: new ranks would find the addresses
+    of those before and wait for them. Here each attempt has keys of its own.
+
+    Raises:
+        LaunchError: the ranks were started again on several nodes, which count their attempts differently.
+    """
+    import torch.distributed as dist
+
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        if attempt != "0":
+            raise LaunchError(
+                "torchrun has started the ranks again on several nodes, with a store that still holds the addresses of the "
+                "ranks before: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on every node"
+            )
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    store = PrefixStore(f"attempt_{attempt}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _check_rendezvous(world: World) -> None:

@@ -16,12 +16,13 @@ class Evidence:
     """What a check saw.
 
     Attributes:
-        resumed_from: step of the checkpoint that the resumed process loaded.
+        resumed_from: the step that the resumed process counted on from.
         values: of the uninterrupted run (a) and of the interrupted and resumed one (b), in the order of the steps.
         before: the same for the rows that the interrupted process wrote and the resumed one repeated.
         uninterrupted: the rows of a.
         differences: of the final checkpoints.
         repeated: how the uninterrupted run differs from itself when run twice; None = it was run only once.
+        loaded: the step of the checkpoint that the resumed process had to load; None = not known.
     """
 
     resumed_from: int
@@ -30,6 +31,7 @@ class Evidence:
     uninterrupted: Rows
     differences: Sequence[Difference]
     repeated: Sequence[Value] | None = None
+    loaded: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,12 @@ def diagnose(evidence: Evidence) -> Diagnosis | None:
             "resume: a kernel is not deterministic. Look at runtime.deterministic, model.attention and custom kernels"
         )
         return Diagnosis(first, what, cause, is_resume=False)
+    if evidence.loaded is not None and evidence.loaded != evidence.resumed_from:
+        cause = (
+            f"the checkpoint was of step {evidence.loaded}, and the resumed run counted on from step "
+            f"{evidence.resumed_from}: the progress counters were not restored"
+        )
+        return Diagnosis(first, what, cause)
     if interrupted:
         return Diagnosis(first, what, _BEFORE + _once(evidence), is_resume=False)
     return Diagnosis(first, what, _cause(first, evidence))

@@ -172,8 +172,10 @@ def _write(state: ForeignState, out: Path, config: RunConfig, schedule_of_config
     )
     described = {
         "config": config.model_dump(mode="json"),
+        "schedule": schedule.state_dict(),
         "data": loader.state_dict(),
         "device": config.runtime.device,
+        "mesh": {},
         "imported": {"kind": state.kind, "notes": notes},
     }
     final = out / "checkpoints" / f"step_{state.step:08d}"

@@ -120,4 +120,6 @@ class Run:
             measured = self.validated[1]
         with self.requests.saving(), self.checkpoints.app.joined_by(owners):
             self.checkpoints.save(step, micro_step=micro_step, pending=pending, metrics=measured)
+            if self.requests.stopping:  # nothing goes on beside the last one, and the grace period must not cut it off
+                self.checkpoints.wait()
         self.requests.saved()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from trainer.checkpoint.app_state import AppState, Stateful
@@ -153,7 +154,7 @@ def _build(
     config = loaded.config
     check_optimizer(config.optim)
     state = AppState()  # the owners join below; a checkpoint is chosen before anything expensive is built
-    checkpoints = CheckpointManager(run_dir, config.ckpt, state, describe=lambda: _describe(config, state))
+    checkpoints = CheckpointManager(run_dir, config.ckpt, state, describe=lambda: _describe(config, state, mesh))
     checkpoint = checkpoints.choose(config.resume, damaged) if config.resume is not None else None
     plan = resume.plan(config, checkpoint.manifest.run["config"]) if checkpoint is not None else ResumePlan()
     config = resume.effective(config, plan)
@@ -198,8 +199,6 @@ def _build(
             raise
         if "lr" not in plan.keep_group_entries and not plan.override_scheduler:
             schedule.check_lr(checkpoint.step)
-    else:
-        checkpoints.check_space()
     schedule.apply(progress.step)
     last_step = min(max_steps, config.stop_step or max_steps)
     if last_step <= progress.step < max_steps:
@@ -207,6 +206,8 @@ def _build(
             f"nothing would be trained: the run is at step {progress.step} of {max_steps}, and stop_step is {last_step}. "
             "Raise stop_step, or leave it out to train to the end"
         )
+    if progress.step < last_step:
+        checkpoints.check_space()
     run = Run(
         config=config,
         run_dir=run_dir,
@@ -279,12 +280,18 @@ def _load(
         checkpoints.load(checkpoint, skip=skip)
 
 
-def _describe(config: RunConfig, state: AppState) -> dict[str, Any]:
+def _describe(config: RunConfig, state: AppState, mesh: DeviceMesh | None) -> dict[str, Any]:
     """What a manifest says about the run, beside the state itself."""
     data = {
         key: value for key, value in state.owners["data"].state_dict().items() if key in ("version", "cursor", "order")
     }
-    return {"config": config.model_dump(mode="json"), "data": data, "device": config.runtime.device}
+    return {
+        "config": config.model_dump(mode="json"),
+        "schedule": state.owners["schedule"].state_dict(),
+        "data": data,
+        "device": config.runtime.device,
+        "mesh": {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+    }
 
 
 def _announce(run: Run, plan: ResumePlan, checkpoint: Checkpoint | None) -> None:

@@ -40,7 +40,11 @@ def _skip(owner):
 
     def patch(module):
         load = module.AppState.load
-        module.AppState.load = lambda self, directory, *, skip=frozenset(): load(self, directory, skip={*skip, owner})
+
+        def load_without(self, directory, *, skip=frozenset(), **rest):
+            load(self, directory, skip={*skip, owner}, **rest)
+
+        module.AppState.load = load_without
 
     return patch
 
