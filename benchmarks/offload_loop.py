@@ -18,7 +18,7 @@ from benchmarks.gate import Gate, Stopped
 from trainer.config.train import OptimConfig
 from trainer.core.log import setup_logging
 from trainer.optim.build import build_optimizer
-from trainer.optim.offload.base import OffloadOptimizer
+from trainer.optim.offload.base import OffloadOptimizer, updated_parameters
 from trainer.optim.offload.build import Mode, build_offload
 
 Step = Callable[[], object]
@@ -109,12 +109,16 @@ def offloaded(mode: Mode, model: Weights, clip: bool, dtype: torch.dtype = torch
     sum((parameter * 1e-3).float().sum() for parameter in parameters).backward()  # type: ignore[union-attr]
     for gradient in optimizer.gradients().values():
         gradient.normal_().mul_(1e-3)
+    held = [(parameter, parameter.grad) for parameter in updated_parameters(optimizer)]
     limits = _falling_limits()
 
     def step() -> None:
+        for parameter, gradient in held:  # as if backward had just left them there
+            parameter.grad = gradient
         if clip:
-            optimizer.clip_gradients(next(limits))
+            optimizer.clip_gradients(next(limits), within_step=True)
         optimizer.step()
+        optimizer.zero_grad()
 
     return step
 

@@ -222,9 +222,9 @@ class Run:
                 self.optimizer.begin_update()
             loss.backward()
 
-    def clip(self) -> Tensor:
+    def clip(self, *, within_step: bool = False) -> Tensor:
         if isinstance(self.optimizer, OffloadOptimizer):
-            return self.optimizer.clip_gradients(self.max_norm)
+            return self.optimizer.clip_gradients(self.max_norm, within_step=within_step)
         return clip_gradients(updated_parameters(self.optimizer), self.max_norm)
 
     def train(self, steps: int = 1, *, skip: bool = False) -> list[float]:
@@ -232,7 +232,7 @@ class Run:
         norms = []
         for _ in range(steps):
             self.backward()
-            norms.append(self.clip().item())
+            norms.append(self.clip(within_step=True).item())
             if not skip:
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)

@@ -9,6 +9,7 @@ from trainer.core.transfer import HostArena
 from trainer.errors import CheckpointMismatch, TrainingError
 from trainer.models.state import ModelState
 from trainer.optim.offload.build import build_offload
+from trainer.optim.offload.native import SWITCH
 
 WAYS = [
     pytest.param("optimizer", {}, id="optimizer"),
@@ -146,6 +147,35 @@ def test_a_skipped_steps_clipping_is_forgotten():
         either.optimizer.zero_grad()
         either.backward()
         either.optimizer.step()  # without clipping
+        either.step = 1
+    assert run.bits() == reference.bits()
+
+
+def backward_again(run: Run) -> None:
+    run.backward()
+    run.optimizer.step()
+
+
+def step_again(run: Run) -> None:
+    run.optimizer.step()
+
+
+def clip_again(run: Run) -> None:
+    run.clip()
+    run.optimizer.step()
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+@pytest.mark.parametrize("more", [backward_again, step_again, clip_again])
+def test_gradients_that_are_not_thrown_away_stay_clipped(more, native, monkeypatch):
+    """The factor is applied as a step reads the gradients; what is added to them or done with them later must see it."""
+    monkeypatch.setenv(SWITCH, native)
+    run, reference = Run("full", max_norm=0.5), Run("none", max_norm=0.5)
+    for either in (run, reference):
+        either.backward()
+        assert either.clip().item() > 0.5
+        either.optimizer.step()
+        more(either)
         either.step = 1
     assert run.bits() == reference.bits()
 

@@ -1,7 +1,9 @@
 """The one place that knows about GPUs. On CPU every call does the plain thing."""
 
+import mmap
 import os
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from trainer.core.distributed import World
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """The environment variable that says which GPUs a process sees."""
+
+_HUGE_PAGES_FROM_BYTES = 2**23
 
 
 def select_device(choice: str, world: World) -> "torch.device":
@@ -75,10 +79,13 @@ def synchronize(device: "torch.device") -> None:
 
 
 def host_buffer(size_bytes: int, device: "torch.device") -> "torch.Tensor":
-    """Returns uninitialised host memory: uint8 [size_bytes], page-locked if `device` is a GPU.
+    """Returns host memory of unspecified content: uint8 [size_bytes], page-locked if `device` is a GPU.
 
     Copies between page-locked memory and the GPU run beside the computation. The memory is locked in place, because
     torch's own page-locked allocator rounds up to a power of two: 33 GiB of optimizer state would take 64.
+
+    Large buffers ask for huge pages: an optimizer's step walks through several of them at once, and with pages of
+    4 KiB a good part of its time is page-table walks.
 
     Raises:
         LaunchError: the host does not have that much memory, or may not lock it.
@@ -86,12 +93,24 @@ def host_buffer(size_bytes: int, device: "torch.device") -> "torch.Tensor":
     import torch
 
     try:
-        buffer = torch.empty(size_bytes, dtype=torch.uint8)
-    except RuntimeError as error:
+        is_large = size_bytes >= _HUGE_PAGES_FROM_BYTES
+        buffer = _huge_pages(size_bytes) if is_large else torch.empty(size_bytes, dtype=torch.uint8)
+    except (RuntimeError, OSError) as error:
         raise LaunchError(f"this host has no {size_bytes / 2**30:.1f} GiB of free memory for offloading") from error
     if device.type == "cuda" and size_bytes:
         _lock_pages(buffer)
     return buffer
+
+
+def _huge_pages(size_bytes: int) -> "torch.Tensor":
+    import torch
+
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, size_bytes, flags=flags)  # lives as long as a tensor that looks at it
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them: the advice is all that is lost
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _lock_pages(buffer: "torch.Tensor") -> None:

@@ -121,7 +121,7 @@ class HostBatch:
         for rows, width, ids in zip(self.spec.micro_rows, self.widths, self.ids, strict=True):
             end = start + len(rows) * width
             shape = (len(rows), width)
-            input_ids, labels, positions = (part.view(shape) for part in self.tokens[:, start:end])
+            input_ids, labels, positions = self.tokens[:, start:end].view(3, *shape).unbind()
             yield MicroBatch(input_ids, labels, positions, self.document_ids[start:end].view(shape), ids)
             start = end
 
@@ -166,12 +166,13 @@ class Documents(Protocol):
 def assemble(corpus: Documents, spec: BatchSpec, *, pack: bool) -> HostBatch:
     """Reads the tokens of a batch and lays them out. All rows are handled at once: no Python loop over documents."""
     rows = [row for micro in spec.micro_rows for row in micro]
-    counts = np.array([row.size for row in rows])
-    documents = np.concatenate(rows).astype(np.int64)
+    edges = np.cumsum([0, *(row.size for row in rows)])  # of rows, in documents
+    documents = np.concatenate(rows).astype(np.int64, copy=False)
     lengths = corpus.lengths[documents]
-    row_of = np.repeat(np.arange(len(rows)), counts)
-    used = np.zeros(len(rows), np.int64)
-    np.add.at(used, row_of, lengths)
+    ends = np.cumsum(lengths)
+    begins = ends - lengths  # of each document in `ids`
+    row_begins = np.concatenate(((0,), ends))[edges]
+    used = row_begins[1:] - row_begins[:-1]
 
     widths = _widths(spec.micro_rows, used, corpus.seq_len, pack)
     row_widths = np.repeat(widths, [len(micro) for micro in spec.micro_rows])
@@ -179,19 +180,18 @@ def assemble(corpus: Documents, spec: BatchSpec, *, pack: bool) -> HostBatch:
     total = int(row_widths.sum())
 
     ids, mask = corpus.gather(documents)
-    begins = np.cumsum(lengths) - lengths  # of each document in `ids`
-    row_begins = np.cumsum(used) - used  # of each row in `ids`
-    positions = np.arange(ids.size) - np.repeat(begins, lengths)
-    target = np.arange(ids.size) + np.repeat((row_starts - row_begins)[row_of], lengths)
-    ordinals = np.arange(documents.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    place = np.arange(max(total, ids.size))
+    positions = place[: ids.size] - np.repeat(begins, lengths)
+    target = place[: ids.size] + np.repeat(row_starts - row_begins[:-1], used)
+    ordinals = place[: documents.size] - np.repeat(edges[:-1], edges[1:] - edges[:-1])
 
     labels = np.full(ids.size, IGNORE, np.int64)
     labels[:-1] = np.where(mask[1:], ids[1:], IGNORE)
-    labels[begins + lengths - 1] = IGNORE  # the next token belongs to another document
+    labels[ends - 1] = IGNORE  # the next token belongs to another document
 
     tokens = np.zeros((3, total), np.int64)
     tokens[1] = IGNORE
-    tokens[2] = np.arange(total) - np.repeat(row_starts + used, row_widths)  # right for padding, overwritten elsewhere
+    tokens[2] = place[:total] - np.repeat(row_starts + used, row_widths)  # right for padding, overwritten elsewhere
     for part, values in zip(tokens, (ids, labels, positions), strict=True):
         part[target] = values
     document_ids = np.full(total, -1, np.int32)

@@ -107,7 +107,7 @@ def train_step(
         total += loss.detach()
     mean_loss = sum_over_ranks(total.item())[0] / denominator
     if isinstance(optimizer, OffloadOptimizer):
-        grad_norm = optimizer.clip_gradients(max_norm).item()  # gradients may have left the device
+        grad_norm = optimizer.clip_gradients(max_norm, within_step=True).item()  # they may have left the device
     else:
         grad_norm = clip_gradients(updated_parameters(optimizer), max_norm).item()
     finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)

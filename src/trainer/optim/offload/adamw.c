@@ -10,7 +10,9 @@
 #include <string.h>
 
 typedef struct {
-    float *param, *grad, *exp_avg, *exp_avg_sq;
+    float *param;
+    const float *grad;
+    float *exp_avg, *exp_avg_sq;
     uint16_t *rounded; /* bfloat16, or NULL */
     int64_t size;
     float decay;      /* 1 - lr * weight_decay */
@@ -27,52 +29,73 @@ static inline uint16_t to_bfloat16(float x) {
     return x != x ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-#define LOOP(first, last, SECOND_MOMENT, STORE_GRAD, STORE_ROUNDED)                        \
-    for (int64_t i = first; i < last; i++) {                                               \
+/* The second moment as torch's vectors compute it, and as its loop over the last n % 8 elements does. */
+#define BODY __builtin_fmaf(rest2 * g, g, v * beta2)
+#define TAIL __builtin_fmaf(v, beta2, (rest2 * g) * g)
+
+#define LOOP(SECOND_MOMENT, STORE_ROUNDED)                                                 \
+    for (int64_t i = 0; i < size; i++) {                                                   \
         float g = grad[i] * factor, m = exp_avg[i], v = exp_avg_sq[i];                     \
         m = __builtin_fmaf(weight, g - m, m);                                              \
         v = SECOND_MOMENT;                                                                 \
         float p = param[i] * decay + (move * m) / (sqrtf(v) / correction + eps);           \
-        STORE_GRAD;                                                                        \
         exp_avg[i] = m, exp_avg_sq[i] = v, param[i] = p;                                   \
         STORE_ROUNDED;                                                                     \
     }
 
-#define BODY __builtin_fmaf(rest2 * g, g, v * beta2)
-#define TAIL __builtin_fmaf(v, beta2, (rest2 * g) * g)
-
-/* Elements [first, last) of a tensor, in one of the two forms. */
-#define RANGE(SECOND_MOMENT)                                                               \
-    if (rounded && scaled)                                                                 \
-        LOOP(first, last, SECOND_MOMENT, grad[i] = g, rounded[i] = to_bfloat16(p))         \
-    else if (rounded)                                                                      \
-        LOOP(first, last, SECOND_MOMENT, , rounded[i] = to_bfloat16(p))                    \
-    else if (scaled)                                                                       \
-        LOOP(first, last, SECOND_MOMENT, grad[i] = g, )                                    \
-    else                                                                                   \
-        LOOP(first, last, SECOND_MOMENT, , )
-
-static void step(const Tensor *t, float factor, int scaled, int64_t first, int64_t last, int is_tail) {
-    float *restrict param = t->param, *restrict grad = t->grad;
-    float *restrict exp_avg = t->exp_avg, *restrict exp_avg_sq = t->exp_avg_sq;
-    uint16_t *restrict rounded = t->rounded;
+/* `size` elements from `first` on. Inlined where `size` and `is_tail` are constants. */
+static inline __attribute__((always_inline)) void piece(const Tensor *t, float factor, int64_t first, int64_t size,
+                                                        int is_tail) {
+    float *restrict param = t->param + first;
+    const float *restrict grad = t->grad + first;
+    float *restrict exp_avg = t->exp_avg + first, *restrict exp_avg_sq = t->exp_avg_sq + first;
+    uint16_t *restrict rounded = t->rounded ? t->rounded + first : NULL;
     const float decay = t->decay, weight = t->weight, beta2 = t->beta2, rest2 = t->rest2;
     const float correction = t->correction, eps = t->eps, move = t->move;
-    if (is_tail) {
-        RANGE(TAIL)
-    } else {
-        RANGE(BODY)
+    if (is_tail && rounded)
+        LOOP(TAIL, rounded[i] = to_bfloat16(p))
+    else if (is_tail)
+        LOOP(TAIL, )
+    else if (rounded)
+        LOOP(BODY, rounded[i] = to_bfloat16(p))
+    else
+        LOOP(BODY, )
+}
+
+/* A block is four cache lines of each float array. Asking for the block AHEAD elements further on saves a seventh of the
+ * time: the processor's own prefetching stops at the end of each page, and four arrays end theirs at once. */
+enum { BLOCK = 64, LINE = 16, AHEAD = 512 };
+
+static inline __attribute__((always_inline)) void fetch(const Tensor *t, int64_t first) {
+    for (int64_t i = first; i < first + BLOCK; i += LINE) {
+        __builtin_prefetch(t->param + i, 1);
+        __builtin_prefetch(t->grad + i, 0);
+        __builtin_prefetch(t->exp_avg + i, 1);
+        __builtin_prefetch(t->exp_avg_sq + i, 1);
+    }
+    if (t->rounded) {
+        __builtin_prefetch(t->rounded + first, 1);
+        __builtin_prefetch(t->rounded + first + BLOCK / 2, 1);
     }
 }
 
+static void step(const Tensor *tensor, float factor, int64_t first, int64_t last) {
+    const Tensor t = *tensor; /* a copy, which the stores below cannot change */
+    for (; first + BLOCK <= last; first += BLOCK) {
+        fetch(&t, first + AHEAD);
+        piece(&t, factor, first, BLOCK, 0);
+    }
+    piece(&t, factor, first, last - first, 0);
+}
+
 /* One worker's share of a step: of each tensor the worker-th of `workers` equal parts. Gradients are multiplied by
- * `factor` and stored so if `scaled`; else factor is 1. */
-void trainer_adamw(const Tensor *tensors, int64_t count, float factor, int scaled, int64_t worker, int64_t workers) {
+ * `factor` as they are read (1 changes no bit) and not stored: that would cost an eighth of the step's memory traffic. */
+void trainer_adamw(const Tensor *tensors, int64_t count, float factor, int64_t worker, int64_t workers) {
     for (int64_t k = 0; k < count; k++) {
         const Tensor *t = &tensors[k];
         const int64_t blocks = t->size / 8;
-        step(t, factor, scaled, blocks * worker / workers * 8, blocks * (worker + 1) / workers * 8, 0);
+        step(t, factor, blocks * worker / workers * 8, blocks * (worker + 1) / workers * 8);
         if (worker == workers - 1)
-            step(t, factor, scaled, blocks * 8, t->size, 1);
+            piece(t, factor, blocks * 8, t->size - blocks * 8, 1);
     }
 }

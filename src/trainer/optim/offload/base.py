@@ -111,8 +111,12 @@ class OffloadOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
 
-    def clip_gradients(self, max_norm: float | None) -> Tensor:
-        """Returns the global L2 norm of all gradients (0-dim, float32) and clips them; see `clip.clip_gradients`."""
+    def clip_gradients(self, max_norm: float | None, *, within_step: bool = False) -> Tensor:
+        """Returns the global L2 norm of all gradients (0-dim, float32) and clips them; see `clip.clip_gradients`.
+
+        within_step: the factor may be applied as the next `step` reads the gradients, which saves a pass over them.
+            `step` or `zero_grad` must follow, and after it `zero_grad`; until then `.grad` may be unclipped.
+        """
         return clip_gradients(updated_parameters(self), max_norm)
 
     def gradients(self) -> dict[str, Tensor]:

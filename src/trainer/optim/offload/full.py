@@ -1,7 +1,7 @@
 """Mode "full": masters, gradients and optimizer state on the host; the device has weights in the compute dtype."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from trainer.core.log import logger
 from trainer.core.transfer import HostArena, Lanes
 from trainer.errors import TrainingError
-from trainer.optim.clip import clip_gradients
+from trainer.optim.clip import clip_gradients, clipping_factor
 from trainer.optim.offload.base import OffloadOptimizer, copy_weights, updated_parameters
 from trainer.optim.offload.chunks import Chunk, ChunkedStep, plain_step, plan_chunks
 from trainer.optim.offload.early import EarlyUpdate
@@ -78,7 +78,8 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
         self._arena = arena
         self._device = next((local_part(p).device for p in masters.parameters.values()), torch.device("cpu"))
         self._copies = copies(transfer, self._device)
-        self._scale: Tensor | None = None
+        self._scale: Tensor | None = None  # a clipping factor, by which the gradients of these are still to be multiplied
+        self._unscaled: dict[int, Tensor] = {}
         self._hosted = HostedState(self.inner, arena, torch.device("cpu"))
         self._hosted.adopt_new()
         lanes = lanes or Lanes()
@@ -86,6 +87,7 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
         self._gradients = HostGradients(
             arena, self._device, copies=self._copies, slot_bytes=min(GRADIENT_SLOT_BYTES, largest_bytes), lanes=lanes
         )
+        self._gradients.before_adding = self._apply_scale
         for master in trained:
             self._gradients.watch(masters.parameters[self._name_of[id(master)]], master)
         self._chunks: list[Chunk] = []  # of the latest step
@@ -130,33 +132,33 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._give_up()
         self._gradients.finish()
-        self._scale = None
+        self._scale, self._unscaled = None, {}
         self.inner.zero_grad(set_to_none)
         for parameter in self.masters.parameters.values():
             parameter.grad = None
 
     def gradients(self) -> dict[str, Tensor]:
-        self._apply_scale(updated_parameters(self))
-        self._scale = None
+        self._apply_scale()
         return super().gradients()
 
     def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         self.zero_grad()
         self._gradients.restore({id(self.masters.masters[name]): tensor for name, tensor in gradients.items()})
 
-    def clip_gradients(self, max_norm: float | None) -> Tensor:
-        """Returns the global norm before clipping. The factor is applied within the step, chunk by chunk, while the
-        gradients are in the cache; until then `.grad` shows them unclipped.
+    def clip_gradients(self, max_norm: float | None, *, within_step: bool = False) -> Tensor:
+        """Returns the global norm before clipping. The factor is applied within the step, where the gradients are read
+        anyway: the masters' `.grad` shows them unclipped, `gradients()` clipped.
 
         Raises:
             TrainingError: the update has begun (`begin_update`), so it is too late for a factor.
         """
         if max_norm is not None and self._early is not None:
             raise TrainingError("the update has begun in the backward pass: gradients cannot be clipped any more")
+        self._apply_scale()
         norm = clip_gradients(updated_parameters(self), None)
-        if max_norm is not None:
-            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grads_with_norm_
-            self._scale = None if factor.item() == 1.0 else factor
+        self._scale = clipping_factor(norm, max_norm)
+        if self._scale is not None:
+            self._unscaled = {id(master): master for master in updated_parameters(self)}
         return norm
 
     # --- stepping -------------------------------------------------------------------------------------------------------
@@ -177,6 +179,9 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
         if type(self.inner) not in ELEMENTWISE or any(hooks) or self._early is not None:
             return self._early is not None
         self.masters.check_unchanged()
+        if self._unscaled:
+            self._gradients.finish()
+            self._apply_scale()
         self._chunks = chunks = self._planned(self._chunk_bytes)
         step, members = ChunkedStep(self.inner), [chunk.parameters(self.param_groups) for chunk in chunks]
 
@@ -201,7 +206,6 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
             plain_step(self.inner)()  # nothing is to be done per chunk
         else:
             self._step_on_host()
-        self._scale = None
         self._hosted.adopt_new()
 
     def _step_on_host(self) -> None:
@@ -265,14 +269,18 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
             return None
         staged = self.masters.stage(self._names([master for masters in active.values() for master in masters]))
         places = {id(self.masters.masters[name]): values for name, values in staged.items()}
-        self._native.step(active, self._scale, places)
+        is_unscaled = any(id(master) in self._unscaled for masters in active.values() for master in masters)
+        self._native.step(active, self._scale if is_unscaled else None, places)
         self.masters.send(staged, early=early)
         return set(places)
 
-    def _apply_scale(self, masters: list[Tensor]) -> None:
-        for master in masters:
-            if self._scale is not None and master.grad is not None:
+    def _apply_scale(self, masters: Iterable[Tensor] | None = None) -> None:
+        """Multiplies gradients by the clipping factor that is due; by default all that are."""
+        for master in list(self._unscaled.values()) if masters is None else masters:
+            if self._unscaled.pop(id(master), None) is not None and master.grad is not None:
                 local_part(master.grad).mul_(self._scale)
+        if not self._unscaled:
+            self._scale = None
 
     def _names(self, masters: list[Tensor]) -> list[str]:
         return [self._name_of[id(master)] for master in masters]

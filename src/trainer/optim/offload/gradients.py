@@ -36,8 +36,11 @@ class HostGradients:
     before its values are read.
 
     Attributes:
+        before_adding: called before a gradient is added to a sum.
         on_arrival: called in backward for each gradient that has left, with its master and what still adds it up.
     """
+
+    before_adding: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -112,6 +115,8 @@ class HostGradients:
         parameter.grad = None
         target = self._sums[id(parameter)]
         is_first = target.master.grad is None
+        if not is_first:
+            self.before_adding()
         target.master.grad = target.whole
         additions: list[Future[None]] = []
         if self._copies and gradient.is_contiguous() and target.part.is_contiguous():

@@ -70,7 +70,7 @@ class NativeAdamW:
     ) -> None:
         """One update.
 
-        factor: 0-dim float32; the gradients are multiplied by it first, in place.
+        factor: 0-dim float32; the update is that of the gradients times this factor. They are not changed.
         rounded: id of a parameter -> contiguous bfloat16 host tensor that takes its new values.
         """
         members = [(index, parameter) for index, several in parameters.items() for parameter in several]
@@ -79,10 +79,13 @@ class NativeAdamW:
         state = self._optimizer.state
         torch._foreach_add_([state[parameter]["step"] for _, parameter in members], 1)  # pyright: ignore[reportPrivateImportUsage]
         tensors = (_Tensor * len(members))()
-        for tensor, (index, parameter) in zip(tensors, members, strict=True):
-            _fill(tensor, parameter, state[parameter], self._optimizer.param_groups[index], rounded.get(id(parameter)))
-        scale = (1.0, 0) if factor is None else (factor.item(), 1)
-        arguments = (tensors, len(members), *scale)
+        numbers: dict[tuple[int, float], tuple[float, ...]] = {}  # few groups and counters, many tensors
+        for place, (index, parameter) in enumerate(members):
+            entries, key = state[parameter], (index, state[parameter]["step"].item())
+            if key not in numbers:
+                numbers[key] = _numbers(self._optimizer.param_groups[index], key[1])
+            tensors[place] = (*_addresses(parameter, entries, rounded.get(id(parameter))), *numbers[key])
+        arguments = (tensors, len(members), 1.0 if factor is None else factor.item())
         threads = torch.get_num_threads()
         shares = [self._workers.submit(self._kernel, *arguments, k, threads) for k in range(1, threads)]
         self._kernel(*arguments, 0, threads)
@@ -93,8 +96,12 @@ class NativeAdamW:
         state = self._optimizer.state.get(parameter, {})
         if not {"step", "exp_avg", "exp_avg_sq"} <= state.keys() or parameter.grad is None:
             return False
-        parts = [bare_part(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
-        return all(t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous() for t in parts)
+        return all(map(_is_plain, (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    part = bare_part(tensor)
+    return part.dtype is torch.float32 and part.is_cpu and part.is_contiguous()
 
 
 def _plain(group: Mapping[str, Any]) -> bool:
@@ -109,21 +116,26 @@ def _plain(group: Mapping[str, Any]) -> bool:
     )
 
 
-def _fill(tensor: _Tensor, parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out: Any) -> None:
-    step, (beta1, beta2) = state["step"].item(), group["betas"]
+def _addresses(parameter: Tensor, state: Mapping[str, Any], out: Tensor | None) -> tuple[int | None, ...]:
+    """Returns the first fields of a `_Tensor`, up to its size."""
     assert parameter.grad is not None
-    tensor.param = bare_part(parameter).data_ptr()
-    tensor.grad = bare_part(parameter.grad).data_ptr()
-    tensor.exp_avg = bare_part(state["exp_avg"]).data_ptr()
-    tensor.exp_avg_sq = bare_part(state["exp_avg_sq"]).data_ptr()
-    tensor.rounded = None if out is None else out.data_ptr()
-    tensor.size = bare_part(parameter).numel()
-    tensor.decay = 1 - group["lr"] * group["weight_decay"]
-    tensor.weight = 1 - beta1
-    tensor.beta2, tensor.rest2 = beta2, 1 - beta2
-    tensor.correction = math.sqrt(1 - beta2**step)
-    tensor.eps = group["eps"]
-    tensor.move = -(group["lr"] / (1 - beta1**step))
+    part = bare_part(parameter)
+    return (
+        part.data_ptr(),
+        bare_part(parameter.grad).data_ptr(),
+        bare_part(state["exp_avg"]).data_ptr(),
+        bare_part(state["exp_avg_sq"]).data_ptr(),
+        None if out is None else out.data_ptr(),
+        part.numel(),
+    )
+
+
+def _numbers(group: Mapping[str, Any], step: float) -> tuple[float, ...]:
+    """Returns its other fields for the step-th update."""
+    beta1, beta2 = group["betas"]
+    correction = math.sqrt(1 - beta2**step)
+    decay, move = 1 - group["lr"] * group["weight_decay"], -(group["lr"] / (1 - beta1**step))
+    return decay, 1 - beta1, beta2, 1 - beta2, correction, group["eps"], move
 
 
 # --- the kernel -----------------------------------------------------------------------------------------------------
@@ -137,7 +149,7 @@ def load_kernel() -> Any:
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         logger.info(f"AdamW on the host runs in several passes (torch's): the native kernel cannot be built: {error}")
         return None
-    kernel.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    kernel.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int64, ctypes.c_int64]
     kernel.restype = None
     if not equals_torch(kernel):
         logger.info("AdamW on the host runs in several passes (torch's): the native kernel's bits differ from torch's")
@@ -203,8 +215,8 @@ def equals_torch(kernel: Any) -> bool:
             }
             native.step({0: parameters}, factor, rounded)
             for parameter in copies:
-                if factor is not None:
-                    parameter.grad.mul_(factor)  # pyright: ignore[reportOptionalMemberAccess]
+                if factor is not None and parameter.grad is not None:
+                    parameter.grad = parameter.grad * factor
             theirs.step()
             if not _same(ours, theirs, parameters, copies, rounded):
                 return False
@@ -213,7 +225,7 @@ def equals_torch(kernel: Any) -> bool:
 
 def _same(ours: AdamW, theirs: AdamW, a: Sequence[Tensor], b: Sequence[Tensor], rounded: Mapping[int, Tensor]) -> bool:
     for x, y in zip(a, b, strict=True):
-        pairs = [(x, y), (x.grad, y.grad), *((ours.state[x][key], theirs.state[y][key]) for key in ours.state[x])]
+        pairs = [(x, y), *((ours.state[x][key], theirs.state[y][key]) for key in ours.state[x])]
         if id(x) in rounded:
             pairs.append((rounded[id(x)], y.to(torch.bfloat16)))
         if not all(torch.equal(mine, other) for mine, other in pairs):  # type: ignore[arg-type]

@@ -8,9 +8,11 @@ from torch.optim import Optimizer
 
 from trainer.core.log import logger
 from trainer.core.transfer import HostArena, Lanes
-from trainer.optim.offload.base import OffloadOptimizer
+from trainer.optim.clip import clip_gradients, clipping_factor
+from trainer.optim.offload.base import OffloadOptimizer, updated_parameters
 from trainer.optim.offload.chunks import Chunk, ChunkedStep, plain_step, plan_chunks
 from trainer.optim.offload.hosting import Entry, HostedState
+from trainer.optim.offload.native import NativeAdamW
 from trainer.optim.offload.tensors import largest_part_bytes, local_part
 from trainer.optim.offload.transfer import ChunkStream, Passage
 
@@ -68,6 +70,8 @@ class CPUOffloadOptimizer(OffloadOptimizer):
         self._entries: list[list[Entry]] = []
         self._stream: ChunkStream | None = None
         self._hosted.adopt_new()
+        self._native = None if self._copies else NativeAdamW.of(inner)
+        self._factor: Tensor | None = None
         if self._copies:
             self._plan()
 
@@ -90,9 +94,32 @@ class CPUOffloadOptimizer(OffloadOptimizer):
         self._hosted.adopt(group["params"])
         self._hosted.stale = True
 
+    def clip_gradients(self, max_norm: float | None, *, within_step: bool = False) -> Tensor:
+        if self._native is None or not within_step:
+            return super().clip_gradients(max_norm)
+        norm = clip_gradients(updated_parameters(self), None)
+        self._factor = clipping_factor(norm, max_norm)
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._factor = None
+        super().zero_grad(set_to_none)
+
+    def _update_in_place(self) -> None:
+        factor, self._factor = self._factor, None
+        groups = enumerate(self.param_groups)
+        active = {index: [p for p in group["params"] if p.grad is not None] for index, group in groups}
+        if self._native is not None and self._native.takes(active):
+            self._native.step(active, factor, {})
+            return
+        for parameter in (p for members in active.values() for p in members):
+            if factor is not None and parameter.grad is not None:
+                local_part(parameter.grad).mul_(factor)
+        plain_step(self.inner)()
+
     def _update(self) -> None:
         if not self._copies:
-            plain_step(self.inner)()
+            self._update_in_place()
             self._hosted.adopt_new()
             return
         self._hosted.adopt_new()
