@@ -227,6 +227,21 @@ def test_clipping_comes_too_late_once_it_has_begun():
         run.clip()
 
 
+def test_gradients_that_were_clipped_and_kept_are_clipped_before_it_begins():
+    run, reference = Run("full", early=True, max_norm=0.05, **SMALL), Run("none", max_norm=0.05)
+    for either in (run, reference):
+        either.early = False
+        either.backward()
+        either.clip()  # the first micro-step alone; more is added to what it left
+        if either is run:
+            assert run.optimizer.begin_update()
+        either.backward()
+        either.optimizer.step()
+        either.optimizer.zero_grad()
+        either.step = 1
+    assert run.bits() == reference.bits()
+
+
 # --- what goes wrong ------------------------------------------------------------------------------------------------
 
 

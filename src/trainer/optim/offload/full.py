@@ -78,8 +78,8 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
         self._arena = arena
         self._device = next((local_part(p).device for p in masters.parameters.values()), torch.device("cpu"))
         self._copies = copies(transfer, self._device)
-        self._scale: Tensor | None = None  # a clipping factor, by which the gradients of these are still to be multiplied
-        self._unscaled: dict[int, Tensor] = {}
+        self._scale: Tensor | None = None  # a clipping factor, which is still due ...
+        self._unscaled: dict[int, Tensor] = {}  # ... for the gradients of these
         self._hosted = HostedState(self.inner, arena, torch.device("cpu"))
         self._hosted.adopt_new()
         lanes = lanes or Lanes()
