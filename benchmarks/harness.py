@@ -210,6 +210,19 @@ def compare(ours: Sequence[Block], theirs: Sequence[Block]) -> dict[str, float]:
     }
 
 
+def compare_fastest(ours: Sequence[Block], theirs: Sequence[Block]) -> dict[str, float]:
+    """Returns what `compare` does, with "ratio" over the fastest quarter of each one's blocks and the rest beside it.
+
+    For overheads of a few percent: what disturbs a shared machine only ever adds time, and adds ten times as much.
+    """
+    rates = [[block.rate for block in blocks] for blocks in (ours, theirs)]
+    if len(ours) < 2:
+        return compare(ours, theirs)
+    mine, other = (statistics.quantiles(values, n=4, method="inclusive")[2] for values in rates)
+    paired = compare(ours, theirs)
+    return {"ratio": round(mine / other, 4), "paired_ratio": paired.pop("ratio"), **paired}
+
+
 def wait_for_quiet(limit: float, timeout_seconds: float) -> float:
     """Waits until the machine's load is below `limit` or the time is up, and returns the load."""
     deadline = time.monotonic() + timeout_seconds

@@ -12,7 +12,8 @@
     └── TrainingError          training cannot go on (non-finite loss, a save that failed, ...)
 
 A message says what failed, where (file, key, rank), what was expected and found, and what to do. The command line
-prints the message alone; a traceback is shown for everything that is not a ``TrainerError``.
+prints the message alone (of an ``OSError`` nobody expected, the file and the reason); a traceback is shown for everything
+else. The log of a run has both.
 """
 
 
@@ -56,3 +57,8 @@ class CheckpointMismatch(CheckpointError):
 
 class TrainingError(TrainerError):
     pass
+
+
+def first_line(error: BaseException) -> str:
+    """Returns how an error of a library is told: its first line, or its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

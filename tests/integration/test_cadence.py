@@ -147,3 +147,41 @@ def test_c10_a_checkpoint_holds_what_the_next_step_begins_with(tmp_path):
     weights = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
     assert weights.keys() == forward.keys()
     assert all(torch.equal(value, forward[name]) for name, value in weights.items())
+
+
+def test_m3_validation_is_not_counted_and_a_resume_goes_on_counting(tmp_path):
+    """Validated every 2 steps, saved at 4, resumed to 8: tokens and samples are those of the training batches alone."""
+    flags = ["--max-steps=8", "--scheduler.warmup-steps=0", "--ckpt.interval=0", "--val.interval=2"]
+    never, run_dir = tmp_path / "never", tmp_path / "run"
+    sft(never, *flags, "--val.interval=0")
+    sft(run_dir, *flags, "--stop-step=4")
+    sft(run_dir, *flags, "--resume")
+    rows = [row for row in metrics(run_dir) if row["step"]]
+    assert [row["step"] for row in rows if "val_loss" in row] == [2, 4, 6, 8]
+    counted = [(row["step"], row["tokens"], row["samples"]) for row in rows]
+    assert counted == [(row["step"], row["tokens"], row["samples"]) for row in metrics(never)]
+    assert [row["samples"] for row in rows] == [8 * step for step in range(1, 9)]
+
+
+def test_k6_the_configs_cadence_and_cut_are_taken_and_the_horizon_does_not_move(tmp_path):
+    """Saved with micro-batches of 1 (4 micro-steps), 8 steps, interval 5; resumed with micro-batches of 4 and interval 50."""
+    flags = ["--data.batch-size=4", "--max-steps=8", "--val.interval=0"]
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    sft(whole, *flags)
+    sft(run_dir, *flags, "--data.micro-batch-size=1", "--ckpt.interval=5", "--stop-step=6")
+    assert steps(run_dir) == [5, 6]
+    sft(run_dir, *flags, "--data.micro-batch-size=4", "--ckpt.interval=50", "--resume")
+    assert metrics(run_dir)[-1]["step"] == 8 and steps(run_dir) == [5, 6, 8]
+    assert samples(run_dir) == samples(whole)
+    assert [row["lr"] for row in metrics(run_dir)] == [row["lr"] for row in metrics(whole)]
+    told = (run_dir / "logs" / "rank_0.log").read_text()
+    assert "data.micro_batch_size: checkpoint 1, config 4 -> config" in told
+    assert "ckpt.interval: checkpoint 5, config 50 -> config" in told
+
+
+def test_i8_what_is_logged_does_not_depend_on_recomputation(tmp_path):
+    """Nothing of a step happens twice because its blocks run twice: no count, no loss, no draw."""
+    flags = ["--max-steps=3", "--scheduler.warmup-steps=0", "--ckpt.interval=0", "--no-ckpt.export-weights"]
+    for mode in ("none", "selective", "full"):
+        sft(tmp_path / mode, *flags, "--model.activation-checkpointing", mode)
+    assert metrics(tmp_path / "full") == metrics(tmp_path / "selective") == metrics(tmp_path / "none")

@@ -11,7 +11,7 @@ from support import runs
 from support.runs import checkpoint, differences, metrics, samples, sft
 from trainer.checkpoint.discovery import Status, discover
 from trainer.core import lock
-from trainer.errors import CheckpointError, LaunchError
+from trainer.errors import CheckpointError, DataError, LaunchError
 
 FLAGS = ["--max-steps", "6", "--ckpt.interval", "2", "--val.interval", "0"]
 
@@ -119,3 +119,22 @@ def test_a_damaged_identity_is_named(tmp_path):
             sft(run_dir, *FLAGS, "--resume")
     (run_dir / "run.json").unlink()
     sft(run_dir, *FLAGS, "--resume")
+
+
+@pytest.mark.parametrize("name", ["config.toml", "weights"])
+def test_what_no_run_has_written_is_never_replaced(name, tmp_path):
+    """Such as --output-dir . where one's own config.toml, or a folder of weights, lies."""
+    own = tmp_path / name / "own.txt" if name == "weights" else tmp_path / name
+    own.parent.mkdir(exist_ok=True)
+    own.write_text("mine")
+    with pytest.raises(LaunchError, match=f"holds {name}, which no run has written.*choose another --output-dir"):
+        sft(tmp_path, *FLAGS)
+    assert own.read_text() == "mine" and not (tmp_path / "run.json").exists()
+
+
+def test_a_run_that_failed_before_its_first_step_can_be_started_again(tmp_path, whole):
+    with pytest.raises(DataError):
+        sft(tmp_path / "run", *FLAGS, "--data.sources.0.path", str(tmp_path / "gone.jsonl"))
+    assert (tmp_path / "run" / "config.toml").exists()
+    sft(tmp_path / "run", *FLAGS)
+    same(tmp_path / "run", whole)

@@ -145,8 +145,8 @@ def test_errors_are_a_message_and_an_exit_code(monkeypatch: pytest.MonkeyPatch, 
     assert seen[0].config.max_steps == 10 and seen[0].origins["max_steps"] == "flag --max-steps"
 
     monkeypatch.setattr(cli, "RANK_GRACE_SECONDS", 0.0)
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     assert main(["sft", *VALID]) == 1
     assert capsys.readouterr().err == "error (rank 3): step_00000005: truncated\n"
 

@@ -64,6 +64,16 @@ def test_added_sources_are_seen():
     assert winners(saved, current)["data.sources.1.path"] == "conflict"
 
 
+def test_a_source_that_moved_is_no_conflict():
+    """Whether its documents are still the same is seen when they are read."""
+    base = ["--model.name=m", "--max-steps=8", "--data.sources.1.path=b"]
+    saved = load_config(SFTConfig, [*base[:2], "--data.sources.0.path=a", *base[2:]]).config
+    current = load_config(SFTConfig, [*base[:2], "--data.sources.0.path=/elsewhere/a", *base[2:]]).config
+    assert winners(saved, current) == {"data.sources.0.path": "config"}
+    fewer = load_config(SFTConfig, [*base[:2], "--data.sources.0.path=a"]).config
+    assert winners(saved, fewer)["data.sources.1.path"] == "conflict"
+
+
 def test_equal_configs_have_no_differences():
     assert differences(config(), config("--resume")) == []
 

@@ -74,7 +74,7 @@ def forms(key: str) -> dict[str, tuple[list[str], bool]]:
 
 
 @pytest.mark.parametrize("key", BOOLS)
-def test_booleans_follow_the_truth_table(key: str, tmp_path: Path):
+def test_k4_booleans_follow_the_truth_table(key: str, tmp_path: Path):
     default = {"on": True, "off": False, "maybe": None}[key.rpartition(".")[2]]
     assert value(load(), key) is default
     for argv, expected in forms(key).values():
@@ -86,7 +86,7 @@ def test_booleans_follow_the_truth_table(key: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("key", RUN_BOOLS)
-def test_every_boolean_of_a_run_follows_it_too(key: str, tmp_path: Path):
+def test_k4_every_boolean_of_a_run_follows_it_too(key: str, tmp_path: Path):
     for argv, expected in forms(key).values():
         assert value(load_config(RunConfig, argv).config, key) is expected, argv
     for text, expected in (("true", True), ("false", False)):

@@ -103,7 +103,7 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize(("text", "message"), UNKNOWN)
-def test_unknown_keys_in_files(toml, text: str, message: str):
+def test_k1_unknown_keys_in_files(toml, text: str, message: str):
     toml("a.toml", text)
     assert message in problems("@", "a.toml")
 
@@ -125,7 +125,7 @@ def test_unknown_keys_in_files(toml, text: str, message: str):
         ("--quantizaton", "the top level has: output_dir,"),
     ],
 )
-def test_unknown_keys_in_flags(flag: str, message: str):
+def test_k1_unknown_keys_in_flags(flag: str, message: str):
     assert message in problems(flag)
 
 
@@ -168,6 +168,8 @@ def test_rules_are_not_reported_for_a_config_that_is_wrong_anyway():
         (b"seed = 1\nlr == 2\n", "a.toml: is not TOML: Invalid value (at line 2, column 5)"),
         (b"seed = 1\nseed = 2\n", "a.toml: is not TOML: Cannot overwrite a value (at line 2"),
         (b"name = '\xff'\n", "a.toml: is not UTF-8 text"),
+        (b"seed = " + b"[" * 100_000, "a.toml: is not TOML"),
+        (b"seed = " + b"9" * 5000, "a.toml: cannot be read: Exceeds the limit"),
     ],
 )
 def test_files_that_are_not_toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, message: str):
@@ -196,6 +198,8 @@ def test_files_that_cannot_be_read(tmp_path: Path):
         ("[data]\ntrain_on = []", "data.train_on = [] (a.toml): expected a non-empty list"),
         ("output_dir = 2020-01-01", "output_dir = 2020-01-01 (a.toml): expected a string"),
         ("max_steps = 1e3", "max_steps = 1000.0 (a.toml): expected a whole number > 0"),
+        ("[[data.sources]]\npath = ''", 'data.sources.0.path = "" (a.toml): expected a string that is not empty'),
+        ("[resume]\ndir = ''", 'resume.dir = "" (a.toml): expected a string that is not empty, or "none"'),
         ("max_steps = '5'", 'max_steps = "5" (a.toml): expected a whole number > 0'),
         ("[[data.sources]]\nweight = 1", "data.sources.0.path (a.toml): required, but not set"),
     ],

@@ -30,7 +30,7 @@ def test_there_are_configs():
 
 
 @pytest.mark.parametrize("path", ALL, ids=str)
-def test_shipped_config_is_valid(path: Path):
+def test_k3_shipped_config_is_valid(path: Path):
     base = ["@", str(CONFIGS / "sft.toml")] if overlays(path) else []
     load(*base, "@", str(REPOSITORY / path))
 

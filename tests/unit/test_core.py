@@ -1,9 +1,12 @@
 """Addressed randomness, the world read from the launcher, and agreement between ranks."""
 
+import socket
+
 import pytest
 import torch
 
 from support.pool import run_on_ranks
+from trainer.core import device as devices
 from trainer.core import distributed
 from trainer.core.distributed import World, agree, gather_objects, on_main, raise_together, sum_over_ranks
 from trainer.core.rng import derive_seed, numpy_generator, seed_micro_step, torch_generator
@@ -64,6 +67,40 @@ def test_an_environment_without_a_rendezvous_is_told(monkeypatch, environment, m
         monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError, match=message), distributed.process_group(torch.device("cpu"), 5):
         pass
+
+
+@pytest.mark.parametrize(("name", "value", "missing"), [("RANK", "0", "WORLD_SIZE"), ("WORLD_SIZE", "4", "RANK")])
+def test_half_an_environment_is_told(monkeypatch, name, value, missing):
+    """Taken for a single process, each of four would train the same run by itself."""
+    for each in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=f"{name} = {value} is set, but {missing} is not.*torchrun.*unset"):
+        distributed.world_from_env()
+
+
+@pytest.mark.parametrize("port", ["taken", "none", "abc"])
+def test_a_rendezvous_that_cannot_be_is_told(monkeypatch, port):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = str(taken.getsockname()[1]) if port == "taken" else {"none": "99999999"}.get(port, port)
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": number}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(
+            LaunchError, match=f"rank 0 of 2 cannot meet the others at .*127.0.0.1:{number}: .*torchrun"
+        ):
+            with distributed.process_group(torch.device("cpu"), 5):
+                pass
+
+
+def test_memory_that_runs_out_is_recognised():
+    assert devices.is_out_of_memory(MemoryError())
+    assert devices.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    with pytest.raises(RuntimeError) as told:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert devices.is_out_of_memory(told.value)
+    assert not devices.is_out_of_memory(RuntimeError("shapes do not match"))
 
 
 def test_a_mesh_that_does_not_multiply_is_refused():

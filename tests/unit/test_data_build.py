@@ -143,6 +143,21 @@ def test_cache_dir_follows_the_config_then_xdg_then_home(monkeypatch):
     assert cache_dir(DataConfig()) == Path("/home/somebody/.cache/exact-trainer")
 
 
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/x", "a\0b"])
+def test_a_cache_that_cannot_be_is_told(path):
+    with pytest.raises(DataError, match="data.cache_dir = .*cannot be opened"):
+        cache_dir(DataConfig(cache_dir=path))
+
+
+def test_a_user_without_a_home_is_told(monkeypatch):
+    """As in a container that runs under a number which the system does not know."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda number: (_ for _ in ()).throw(KeyError(number)))
+    with pytest.raises(DataError, match="no home directory.*data.cache_dir"):
+        cache_dir(DataConfig())
+
+
 BAD_ROWS = [
     chat("hi", "yo"),
     "{broken",

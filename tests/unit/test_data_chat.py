@@ -2,6 +2,10 @@
 
 import pytest
 from loguru import logger
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from support import tokenizers as templates
 from support.tokenizers import byte_tokenizer
@@ -157,6 +161,53 @@ def test_template_error_is_the_rows_error_and_spares_its_neighbours():
 def test_missing_template_is_fatal_and_says_what_to_do():
     with pytest.raises(DataError, match="no chat template.*model.chat_template"):
         Encoder(byte_tokenizer(None), ["assistant"]).encode([Conversation(TWO_TURNS)])
+
+
+@pytest.mark.parametrize(
+    ("template", "where"),
+    [
+        ("{% for message in messages %}\n{{ message.content }}", "line 2: .*end"),
+        ("{{ messages[0].content | no_such_filter }}", "line 1: .*no_such_filter"),
+    ],
+)
+def test_a_template_that_cannot_be_compiled_is_no_rows_fault(template, where):
+    """Not the first row's: nobody should go and mend that, or have all rows skipped."""
+    encoder = Encoder(byte_tokenizer(template), ["assistant"])
+    with pytest.raises(DataError, match=f"chat template of .* cannot be used: {where}.*model.chat_template"):
+        encoder.encode([Conversation(TWO_TURNS)] * 2)
+
+
+@pytest.mark.parametrize(("template", "where"), [(5, "it is 5 and no text"), ({"a": "b"}, "multiple chat templates")])
+def test_a_template_that_is_no_text_is_told(template, where):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match=f"chat template of .* cannot be used: .*{where}"):
+        Encoder(tokenizer, ["assistant"]).encode([Conversation(TWO_TURNS)])
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["1 / 0", "messages[0].content.index('zz')", "messages[0].content + 5", "range(10 ** 9) | list", "f()"],
+)
+def test_whatever_a_template_trips_over_is_the_rows_error(expression):
+    template = "{% macro f() %}{{ f() }}{% endmacro %}{% if messages | length > 1 %}{{ " + expression + " }}{% endif %}"
+    template += "{% for m in messages %}{{ m.content }}{% endfor %}"
+    results = Encoder(byte_tokenizer(template), ["assistant"]).encode(
+        [Conversation([assistant("a")]), Conversation(TWO_TURNS)]
+    )
+    assert isinstance(results[1], RowError) and "the chat template of" in str(results[1])
+
+
+def test_a_text_that_the_vocabulary_cannot_express_is_the_rows_error():
+    """tokenizers says so with a bare Exception."""
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="b")
+    tokenizer.chat_template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    for good, bad in ((Text("a b"), Text("a c")), (Conversation([assistant("a")]), Conversation([assistant("c")]))):
+        results = Encoder(tokenizer, ["assistant"]).encode([good, bad, good])
+        assert isinstance(results[1], RowError) and "cannot be tokenized: WordLevel error" in str(results[1])
+        assert not isinstance(results[0], RowError) and not isinstance(results[2], RowError)
 
 
 MARKS_TEXT_ONLY = templates.MARKED.replace(

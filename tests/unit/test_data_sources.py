@@ -1,10 +1,13 @@
 """Reading rows: every kind of source, and every bad row located."""
 
+import gzip
 import json
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from loguru import logger
 
 from trainer.config.data import SourceConfig
 from trainer.data.rows import Conversation, RowError, Text, detect_format, parse_row
@@ -121,6 +124,97 @@ def test_other_files_empty_folders_and_broken_parquet_are_errors(tmp_path):
         list(open_source(SourceConfig(path=str(tmp_path / "a.parquet"))))
 
 
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (gzip.compress(b'{"text": "x"}\n'), "gzip-compressed: decompress it"),
+        (b"\x28\xb5\x2f\xfd\0\0", "zstd-compressed"),
+        ('{"text": "x"}\n'.encode("utf-16"), "UTF-16 text: convert it"),
+        (b"PAR1\0\0", "a Parquet file"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "pointer of Git LFS.*git lfs pull"),
+    ],
+)
+def test_files_that_are_no_text_at_all_are_told_once_and_whole(tmp_path, content, what):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=f"a.jsonl holds no JSON lines; it is .*{what}"):
+        list(open_source(SourceConfig(path=str(tmp_path / "a.jsonl"))))
+
+
+@pytest.mark.parametrize("text", ['[{"text": "a"}]', '[\n {"text": "a"}\n]'])
+def test_a_json_array_is_told_from_json_lines(tmp_path, text):
+    (tmp_path / "a.jsonl").write_text(text)
+    first = next(iter(open_source(SourceConfig(path=str(tmp_path / "a.jsonl")))))
+    assert "write one object per line" in first.error
+
+
+def test_a_key_that_comes_twice_is_a_bad_row(tmp_path):
+    """JSON readers keep the last one, and so lose the first without a word."""
+    nested = '{"messages": [{"role": "user", "content": "a", "content": "b"}]}'
+    path = write_jsonl(tmp_path / "a.jsonl", ['{"text": "a", "text": "b"}', nested, {"text": "good"}])
+    rows = list(open_source(SourceConfig(path=str(path))))
+    assert [row.value for row in rows] == [None, None, {"text": "good"}]
+    assert "key 'text' comes twice" in rows[0].error and "key 'content' comes twice" in rows[1].error
+
+
+def test_links_that_lead_nowhere_and_what_is_no_file_are_told(tmp_path):
+    """A folder must not lose a file because the link to it broke."""
+    (tmp_path / "a.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    with pytest.raises(DataError, match="a.jsonl is a link to .*gone.jsonl, which does not exist"):
+        open_source(SourceConfig(path=str(tmp_path / "a.jsonl")))
+    write_jsonl(tmp_path / "folder" / "a.jsonl", [{"text": "x"}])
+    (tmp_path / "folder" / "b.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    with pytest.raises(DataError, match="b.jsonl is a link to .*gone.jsonl, which does not exist"):
+        open_source(SourceConfig(path=str(tmp_path / "folder")))
+    with pytest.raises(DataError, match="neither a file nor a folder"):
+        open_source(SourceConfig(path="/dev/null"))
+
+
+def test_data_that_a_folder_leaves_out_are_told(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}])
+    (tmp_path / "b.jsonl.gz").write_bytes(b"")
+    (tmp_path / "README.md").write_text("no data")
+    messages: list[str] = []
+    sink = logger.add(messages.append, level="WARNING", format="{message}")
+    try:
+        assert texts(tmp_path) == ["x"]
+    finally:
+        logger.remove(sink)
+    assert len(messages) == 1 and "left out 1 of other kinds, such as b.jsonl.gz" in messages[0]
+
+
+def test_a_parquet_row_that_is_no_text_spares_its_neighbours(tmp_path):
+    offsets, data = pa.py_buffer(np.array([0, 2, 4, 6], np.int32).tobytes()), pa.py_buffer(b"ab\xff\xfecd")
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": pa.Array.from_buffers(pa.string(), 3, [None, offsets, data])}), path)
+    rows = list(open_source(SourceConfig(path=str(path))))
+    assert [row.value for row in rows] == [{"text": "ab"}, None, {"text": "cd"}]
+    assert "cannot be read" in rows[1].error and rows[1].where == f"{path}: row 1"
+
+
+def test_parquet_columns_that_no_format_has_are_not_read(tmp_path):
+    """Such as a time that Python cannot hold."""
+    times = pa.array([2**62], pa.timestamp("us"))
+    pq.write_table(pa.table({"text": ["x"], "time": times}), tmp_path / "a.parquet")
+    assert texts(tmp_path / "a.parquet") == ["x"]
+
+
+@pytest.mark.parametrize("damage", ["state.json", "dataset_info.json", "data-00000-of-00001.arrow"])
+def test_a_damaged_data_set_folder_is_an_error(tmp_path, damage):
+    from datasets import Dataset
+
+    Dataset.from_dict({"text": ["x"] * 20}).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "saved" / damage).write_bytes(b"{")
+    with pytest.raises(DataError, match="not a readable data set folder|cannot be read"):
+        list(open_source(SourceConfig(path=str(tmp_path / "saved"))))
+
+
+def test_a_data_set_that_is_a_program_is_an_error(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "corpus.py").write_text("import datasets\n")
+    with pytest.raises(DataError, match="cannot load data set .*scripts"):
+        open_source(SourceConfig(path=str(tmp_path / "corpus")))
+
+
 def test_content_hash_follows_the_bytes_and_not_the_path(tmp_path):
     one = write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}])
     two = write_jsonl(tmp_path / "b.jsonl", [{"text": "x"}])
@@ -173,12 +267,20 @@ def test_unknown_keys_are_named(row, hint):
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages", "must be a string, found list"),
         ({"messages": [USER], "tools": "{"}, "messages", "'tools' is not JSON"),
         ({"messages": [USER], "tools": "{}x"}, "messages", "'tools' is not JSON"),
+        ({"messages": [USER], "tools": "[" * 100_000}, "messages", "'tools' is not JSON .nested too deeply"),
+        ({"messages": [USER], "tools": "9" * 5000}, "messages", "'tools' is not JSON"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages", "unknown role"),
         ({"messages": [USER], "tools": {"a": 1}}, "messages", "'tools' must be a list of objects"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"a": 1}]}]}, "messages", "a function with a name"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
             "messages",
             "arguments are not JSON",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[" * 100_000}]}]},
+            "messages",
+            "arguments are not JSON .nested too deeply",
         ),
     ],
 )

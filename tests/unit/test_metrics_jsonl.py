@@ -49,7 +49,7 @@ def processes(run_dir: Path) -> dict[int, int]:
     return {row["step"]: row["process"] for row in read_rows(run_dir / "metrics.jsonl")}
 
 
-def test_crash_after_a_checkpoint_leaves_one_row_per_step_of_the_surviving_run(tmp_path: Path) -> None:
+def test_m1_crash_after_a_checkpoint_leaves_one_row_per_step_of_the_surviving_run(tmp_path: Path) -> None:
     train(tmp_path, 0, 212, process=0, killed=True)
     train(tmp_path, 200, 220, process=1)
     assert steps_of(tmp_path / "metrics.jsonl") == list(range(1, 221))
@@ -257,3 +257,15 @@ def test_a_row_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"cannot write .*metrics\.jsonl: File too large.*--resume"):
         for step in range(1, 100):
             log.log({"step": step, "loss": 1 / step})
+
+
+@pytest.mark.parametrize(
+    "line", ['{"event": "start"}', '{"event": "start", "step": "x"}', "[1]", "[" * 200_000, '{"step": 1e999}', "\udcff"]
+)
+def test_lines_that_somebody_has_spoilt_do_not_stop_a_resume(tmp_path: Path, line: str) -> None:
+    train(tmp_path, 0, 5, process=0)
+    for name in ("events.jsonl", "metrics.jsonl", "metrics.superseded.jsonl"):
+        with (tmp_path / name).open("ab") as file:
+            file.write(line.encode("utf-8", "surrogateescape") + b"\n")
+    train(tmp_path, 3, 7, process=1)
+    assert processes(tmp_path) == {step: int(step > 3) for step in range(1, 8)}

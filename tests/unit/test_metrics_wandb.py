@@ -84,7 +84,7 @@ def _sent(items: dict[str, Any]) -> Sent:
 
 
 @pytest.mark.parametrize("ending", ["killed", "raised"])
-def test_a_crash_past_the_checkpoint_leaves_one_row_per_step(tmp_path: Path, ending: str) -> None:
+def test_m1_a_crash_past_the_checkpoint_leaves_one_row_per_step(tmp_path: Path, ending: str) -> None:
     """Saved at 200, crashed at 212, resumed to 220.
 
     Killed: W&B had most rows in memory and lost them. Raised: its log is whole and goes on past the checkpoint.

@@ -71,7 +71,7 @@ def test_logits_and_gradients_equal_transformers(tmp_path, name):
 
 @pytest.mark.parametrize("impl", ["native", "hf"])
 @pytest.mark.parametrize("name", ["llama", "qwen2 with a sliding window, tied", "qwen3", "dynamic rope"])
-def test_packed_loss_and_gradients_equal_separate_documents(tmp_path, name, impl):
+def test_i6_packed_loss_and_gradients_equal_separate_documents(tmp_path, name, impl):
     if impl == "hf" and name == "dynamic rope":
         pytest.skip("transformers scales by the longest document of the batch")
     family, changes = MODELS[name]
@@ -99,7 +99,7 @@ def test_packed_loss_and_gradients_equal_separate_documents(tmp_path, name, impl
 
 
 @pytest.mark.parametrize("impl", ["native", "hf"])
-def test_changing_one_document_leaves_the_other_documents_alone(tmp_path, impl):
+def test_i6_changing_one_document_leaves_the_other_documents_alone(tmp_path, impl):
     save_reference(tmp_path, "qwen2", **WINDOW)
     model = build(tmp_path, impl=impl)
     batch = packed([3, 5, 4], tokens=16)
@@ -112,7 +112,7 @@ def test_changing_one_document_leaves_the_other_documents_alone(tmp_path, impl):
     assert (before[3:8] != after[3:8]).any(dim=-1).all()
 
 
-def test_boundary_labels_are_ignored_and_positions_restart():
+def test_i6_boundary_labels_are_ignored_and_positions_restart():
     batch = packed([3, 5], tokens=8)
     assert batch["labels"][0, 2] == -100 and batch["labels"][0, 7] == -100
     assert batch["position_ids"][0].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
@@ -132,7 +132,7 @@ def test_padding_only_rows_are_harmless(tmp_path):
 @pytest.mark.parametrize("impl", ["native", "hf"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_recomputation_changes_no_bit(tmp_path, impl, dtype, mode):
+def test_i8_recomputation_changes_no_bit(tmp_path, impl, dtype, mode):
     write_config(tmp_path, "qwen3", head_dim=16, **({"attention_dropout": 0.3} if impl == "hf" else {}))
     results, calls = [], []
     for setting in ("none", mode):

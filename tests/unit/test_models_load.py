@@ -120,6 +120,36 @@ def test_missing_and_damaged_files(tmp_path):
         build(tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"", b"\0\0\0\0", b"\xff" * 64, b"version https://git-lfs.github.com/spec/v1\n"])
+def test_files_that_hold_something_else(tmp_path, content):
+    save_reference(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match="model.safetensors cannot be read as safetensors.*download it again"):
+        build(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "config.json"])
+def test_directories_in_the_place_of_files(tmp_path, name):
+    save_reference(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).mkdir()
+    with pytest.raises(ModelError, match=f"{name} cannot be read"):
+        build(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_one_value_that_is_no_number_is_found_and_its_tensor_named(tmp_path, value):
+    save_reference(tmp_path)
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    def spoil(tensors):
+        tensors[name][3, 5] = value
+
+    _rewrite(tmp_path, spoil)
+    with pytest.raises(ModelError, match=f"{name} holds NaN or infinite values"):
+        build(tmp_path)
+
+
 def test_a_file_that_lacks_what_its_index_places_there(tmp_path):
     save_reference(tmp_path)
     _split(tmp_path)

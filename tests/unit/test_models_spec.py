@@ -55,6 +55,43 @@ def test_sliding_window_layers():
         ({"vocab_size": 0}, "vocab_size must be a positive integer"),
         ({"head_dim": 7}, "head_dim = 7"),
         ({"quantization_config": {}}, "quantization_config"),
+        ({"model_type": ["llama"]}, r"model_type = \"\['llama'\]\""),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number >= 0, found 'small'"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps must be a number >= 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number >= 0, found nan"),
+        ({"initializer_range": -0.02}, "initializer_range must be a number >= 0"),
+        ({"rope_theta": "x"}, "rope_theta must be a positive number, found 'x'"),
+        ({"rope_theta": 10**400}, "rope_theta must be a positive number"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": -1}},
+            "rope_parameters.rope_theta must be a positive",
+        ),
+        ({"rope_theta": 1.0}, "rope_theta must be above 1"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 0}},
+            "rope_scaling.factor must be a positive number, found 0",
+        ),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, r"rope_scaling.rope_type = \['linear'\]"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4}},
+            r"low_freq_factor \(4.0\) must be below high_freq_factor",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": "x"}},
+            "original_max_position_embeddings must be a positive integer, found 'x'",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_fast": 0}}, "beta_fast must be a positive number"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, found 'yes'"),
+        ({"attention_bias": 1}, "attention_bias must be true or false"),
+        ({"model_type": "qwen2", "layer_types": 5}, "layer_types must be a list of names, found 5"),
+        ({"model_type": "qwen2", "layer_types": [["a"], ["b"]]}, "layer_types must be a list of names"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": "8"},
+            "sliding_window must be a positive",
+        ),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 0}, "sliding_window must be a positive"),
+        ({"model_type": "qwen2", "max_window_layers": "x"}, "max_window_layers must be a number >= 0"),
     ],
 )
 def test_what_is_not_supported_is_an_error_naming_the_key(changes, message):
@@ -77,5 +114,8 @@ def test_unreadable_configs(tmp_path):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="expected a JSON object"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 200_000)
+    with pytest.raises(ModelError, match="not valid JSON"):
         read_config(tmp_path)
     assert read_config(write_config(tmp_path)) == json.loads((tmp_path / "config.json").read_text())

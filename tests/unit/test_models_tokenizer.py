@@ -6,7 +6,7 @@ from support.models import write_config
 from support.tokenizers import QWEN, byte_tokenizer
 from trainer.config.model import ModelConfig
 from trainer.errors import ModelError
-from trainer.models.tokenizer import load_tokenizer
+from trainer.models.tokenizer import load_tokenizer, vocabulary_rows
 
 
 def test_the_tokenizer_beside_the_model_or_elsewhere(tmp_path):
@@ -36,6 +36,56 @@ def test_a_missing_tokenizer_says_what_to_set(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="holds no tokenizer"):
         load_tokenizer(ModelConfig(name=str(tmp_path)))
+
+
+@pytest.mark.parametrize("damage", ["cut", "", "[]", "merges", "model", "\udcff"])
+def test_a_damaged_tokenizer_is_an_error(tmp_path, damage):
+    """tokenizers raises a bare Exception over such files."""
+    write_config(tmp_path)
+    byte_tokenizer(QWEN).save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    text = path.read_text()
+    if damage == "cut":
+        text = text[: len(text) // 2]
+    elif damage in ("merges", "model"):
+        content = json.loads(text)
+        if damage == "merges":
+            content["model"]["merges"] = ["zz qq"]
+        else:
+            content["model"]["type"] = "Nonsense"
+        text = json.dumps(content)
+    else:
+        text = damage
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ModelError, match="holds no tokenizer that transformers can load"):
+        load_tokenizer(ModelConfig(name=str(tmp_path)))
+
+
+def test_ids_with_holes_have_rows(tmp_path):
+    tokenizer = byte_tokenizer(QWEN)
+    count = len(tokenizer)
+    assert vocabulary_rows(tokenizer) == count
+    write_config(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["added_tokens"].append(
+        {"id": count + 20, "content": "<far>", "single_word": False, "lstrip": False, "rstrip": False}
+        | {"normalized": False, "special": True}
+    )
+    content["model"]["vocab"]["<far>"] = count + 20
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    far = load_tokenizer(ModelConfig(name=str(tmp_path)))
+    assert far.convert_tokens_to_ids("<far>") == count + 20 and len(far) < count + 20
+    assert vocabulary_rows(far) == count + 21
+    content["added_tokens"][-1]["id"] = content["model"]["vocab"]["<far>"] = 10**8
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="the id of token '<far>' is 100000000"):
+        vocabulary_rows(load_tokenizer(ModelConfig(name=str(tmp_path))))
+
+
+def test_which_directory_is_meant(tmp_path):
+    with pytest.raises(ModelError, match="^model.tokenizer = '/nowhere/x' is not a directory"):
+        load_tokenizer(ModelConfig(name=str(tmp_path), tokenizer="/nowhere/x"))
 
 
 @pytest.mark.parametrize("eos", [2, [2, 5]])

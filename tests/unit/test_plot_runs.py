@@ -126,6 +126,9 @@ def test_errors_say_what_to_do(resumed: Path, tmp_path: Path) -> None:
     (tmp_path / "empty" / "metrics.jsonl").touch()
     with pytest.raises(DataError, match="has no rows yet"):
         main([str(tmp_path / "empty")])
+    (tmp_path / "empty" / "metrics.jsonl").write_text('{"epoch": 1, "loss": 2.0}\n')
+    with pytest.raises(DataError, match="has rows without a step: no run of this trainer"):
+        main([str(tmp_path / "empty")])
     with pytest.raises(DataError, match=r"no run has the metric 'los'; there are: grad_norm, loss, lr"):
         main([str(resumed), "--keys", "los"])
     with pytest.raises(ConfigError, match="must end in .png"):

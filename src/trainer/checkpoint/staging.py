@@ -33,7 +33,7 @@ from trainer.checkpoint.paths import shard_name
 from trainer.checkpoint.tables import JSON_TENSOR
 from trainer.core import device as devices
 from trainer.core.distributed import gather_objects
-from trainer.core.files import PIECE_BYTES, xxh3_bytes
+from trainer.core.files import PIECE_BYTES, huge_pages, xxh3_bytes
 from trainer.errors import CheckpointError
 
 _COPY_BYTES = 16 << 20  # a thread's share at a time
@@ -334,12 +334,10 @@ def _allocate(size_bytes: int, device: torch.device) -> Tensor:
         shift = -memory.data_ptr() % mmap.PAGESIZE
         return memory[shift : shift + size_bytes]
     try:
-        pages = mmap.mmap(-1, size_bytes)
+        pages = huge_pages(size_bytes)
     except OSError as error:
         raise CheckpointError(
             f"this host has no {size_bytes / 2**30:.1f} GiB of free memory for a copy of the state; "
             "save without one (--ckpt.no-async)"
         ) from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)  # 500 times fewer page faults at the first save
     return torch.frombuffer(pages, dtype=torch.uint8)

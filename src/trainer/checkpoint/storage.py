@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
@@ -33,11 +32,12 @@ from torch.futures import Future
 from trainer.checkpoint.dcp import DTYPES, dcp_errors, error_text, tensor_bytes
 from trainer.checkpoint.finite import FiniteCheck
 from trainer.checkpoint.layout import Chunk, Layout, dump_layout
-from trainer.checkpoint.paths import METADATA, open_inside, os_errors, read_exactly
+from trainer.checkpoint.paths import METADATA, open_inside, os_errors
 from trainer.checkpoint.staging import Shard, Stager
+from trainer.checkpoint.streams import FileStream
 from trainer.core.distributed import gather_objects
 from trainer.core.files import DurableFile, FileRecord, write_new
-from trainer.errors import CheckpointError, CorruptCheckpoint
+from trainer.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -170,8 +170,7 @@ class ShardReader(StorageReader):
             path = self.directory / name
             fd = open_inside(self.directory, name)
             try:
-                stream = FileStream(fd, path, self.check.get(name))
-                with os_errors(f"cannot read {path}"):
+                with os_errors(f"cannot read {path}"), FileStream(fd, path, self.check.get(name)) as stream:
                     for chunk, item in sorted(by_file[name], key=lambda read: read[0].start):
                         self._read(stream, chunk, item, planner)
                     stream.finish()
@@ -216,67 +215,3 @@ def _region(
     rows = torch.empty((lengths[0], *chunk.sizes[1:]), dtype=dtype)
     read(tensor_bytes(rows), chunk.start + offsets[0] * row_bytes)
     return rows[(slice(None), *(slice(o, o + n) for o, n in zip(offsets[1:], lengths[1:], strict=True)))]
-
-
-class FileStream:
-    """A file of a checkpoint, read front to back; where its record is known, hashed on the way.
-
-    A little at a time, so that it is hashed while it is in a core's own cache. The kernel is told early what will be
-    read: the disk does not wait for the hash.
-    """
-
-    _READ_BYTES = 1 << 20
-    _AHEAD_BYTES = 64 << 20
-
-    def __init__(self, fd: int, path: Path, record: FileRecord | None):
-        self.fd = fd
-        self.path = path
-        self.record = record
-        self._hash = xxhash.xxh3_64()
-        self._position = 0  # hashed up to here
-        self._announced = 0  # the kernel knows of everything before
-
-    def read(self, view: memoryview, position: int) -> None:
-        """Fills `view` with the bytes from `position` on."""
-        if self.record is None or position < self._position:  # the latter: they were wanted, and hashed, before
-            for start in range(0, len(view), self._AHEAD_BYTES // 2):
-                self._read_ahead(position + start)
-                piece = view[start : start + self._AHEAD_BYTES // 2]
-                read_exactly(self.fd, piece, position + start, self.path)
-            return
-        self._skip_to(position)
-        for start in range(0, len(view), self._READ_BYTES):
-            self._read_on(view[start : start + self._READ_BYTES])
-
-    def finish(self) -> None:
-        """Reads what is left.
-
-        Raises:
-            CorruptCheckpoint: size or checksum differ from the record.
-        """
-        if self.record is None:
-            return
-        self._skip_to(self.record.size_bytes)
-        size_bytes, found = os.fstat(self.fd).st_size, self._hash.hexdigest()
-        if size_bytes != self.record.size_bytes or found != self.record.xxh3:
-            raise CorruptCheckpoint(
-                f"{self.path} has checksum {found} over {size_bytes} bytes, expected {self.record.xxh3} over "
-                f"{self.record.size_bytes}: its bytes changed"
-            )
-
-    def _skip_to(self, position: int) -> None:
-        buffer = bytearray(min(self._READ_BYTES, max(0, position - self._position)))
-        while self._position < position:
-            self._read_on(memoryview(buffer)[: position - self._position])
-
-    def _read_on(self, piece: memoryview) -> None:
-        self._read_ahead(self._position)
-        read_exactly(self.fd, piece, self._position, self.path)
-        self._hash.update(piece)
-        self._position += len(piece)
-
-    def _read_ahead(self, position: int) -> None:
-        if position + self._AHEAD_BYTES // 2 > self._announced and hasattr(os, "posix_fadvise"):
-            start = max(position, self._announced)
-            self._announced = position + self._AHEAD_BYTES
-            os.posix_fadvise(self.fd, start, self._announced - start, os.POSIX_FADV_WILLNEED)

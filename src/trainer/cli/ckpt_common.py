@@ -72,6 +72,3 @@ def guarded(command: Callable[[], int]) -> int:
     except TrainerError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
-        sys.stderr.close()
-        return FAILED

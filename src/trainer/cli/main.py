@@ -4,6 +4,7 @@ import os
 import sys
 import time
 
+from trainer.cli import streams
 from trainer.errors import ConfigError, TrainerError
 
 USAGE = """\
@@ -35,8 +36,19 @@ RANK_GRACE_SECONDS = 3.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand and return the exit code: 0, a TrainerError's ``exit_code``, 143 after SIGTERM, 130 after Ctrl-C."""
+    """Run one subcommand and return the exit code: 0, a TrainerError's ``exit_code``, 143 after SIGTERM, 130 after Ctrl-C,
+    141 where the reader of the output has gone."""
     argv = sys.argv[1:] if argv is None else argv
+    streams.prepare()
+    try:
+        with streams.watched_output():
+            return _guarded(argv)
+    except streams.OutputLost as lost:
+        return streams.give_up_output(lost)
+
+
+def _guarded(argv: list[str]) -> int:
+    """Run one subcommand; what went wrong is told in a line."""
     try:
         return _dispatch(argv)
     except ConfigError as error:
@@ -50,12 +62,18 @@ def main(argv: list[str] | None = None) -> int:
             time.sleep(RANK_GRACE_SECONDS)
         _print_error(error)
         return error.exit_code
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _print_error(TrainerError(f"{error.filename}: {error.strerror or error}; look at the path and its permissions"))
+        return TrainerError.exit_code
+    except SystemExit as stop:
+        if not isinstance(stop.code, int | None):
+            raise
+        return stop.code or 0  # argparse's, which has printed already
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # trainer config ... | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -69,6 +87,8 @@ def _dispatch(argv: list[str]) -> int:
 
             print(f"exact-trainer {__version__}")
             return 0
+    _check_directory()
+    match command:
         case "sft" | "rl":
             return _train(command, rest)
         case "config":
@@ -99,6 +119,15 @@ def _dispatch(argv: list[str]) -> int:
     )
 
 
+def _check_directory() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            "the current directory has been removed, so no path can be found; go to one that exists (cd)"
+        ) from error
+
+
 def _train(kind: str, argv: list[str]) -> int:
     from trainer.cli.config import main as config
     from trainer.cli.help import asks_for_help
@@ -109,18 +138,26 @@ def _train(kind: str, argv: list[str]) -> int:
     from trainer.config.load import load_config
     from trainer.config.run import RLConfig, SFTConfig
 
-    # The config is loaded before torch is imported: a typo costs no waiting.
+    # Config and environment are read before torch is imported: a typo costs no waiting.
     if kind == "rl":
         loaded = load_config(RLConfig, argv)
+        _check_launch()
 
         from trainer.rl.train import run as train_rl
 
         return train_rl(loaded, owns_process=True)
     loaded = load_config(SFTConfig, argv)
+    _check_launch()
 
     from trainer.sft.train import run as train_sft
 
     return train_sft(loaded, owns_process=True)
+
+
+def _check_launch() -> None:
+    from trainer.core.distributed import check_launch
+
+    check_launch()
 
 
 def _is_other_rank() -> bool:

@@ -13,6 +13,7 @@ there (`BatchLoader.load_state_dict`).
 ``resume.override`` names keys or tables for which the new config wins all the same.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -64,6 +65,9 @@ _CONFLICT = (
 )
 
 
+_PLACE = re.compile(r"data\.sources\.\d+\.path")
+
+
 @dataclass(frozen=True)
 class Difference:
     key: str
@@ -97,7 +101,9 @@ def differences(saved: RunConfig, current: RunConfig, override: Iterable[str] = 
     found = []
     for key in dict.fromkeys([*before, *now]):
         if before.get(key) != now.get(key) and not within(key, _START):
-            found.append(Difference(key, before.get(key), now.get(key), _winner(key, tuple(override))))
+            moved = _PLACE.fullmatch(key) and key in before and key in now
+            winner = "config" if moved else _winner(key, tuple(override))
+            found.append(Difference(key, before.get(key), now.get(key), winner))
     return found
 
 

@@ -50,6 +50,9 @@ def parse_flags(root: type[BaseModel], argv: list[str]) -> Flags:
     """Read ``argv`` completely; what is wrong is collected, not raised."""
     flags = Flags()
     rest = list(argv)
+    flags.problems = [Problem(token, _NO_TEXT) for token in argv if not _is_text(token)]
+    if flags.problems:
+        return flags
     while rest:
         token = rest.pop(0)
         try:
@@ -66,6 +69,17 @@ def parse_flags(root: type[BaseModel], argv: list[str]) -> Flags:
         except _Wrong as wrong:
             flags.problems.append(wrong.problem)
     return flags
+
+
+_NO_TEXT = "is not UTF-8 text: no config.toml could hold it; give files and directories other names"
+
+
+def _is_text(token: str) -> bool:
+    try:
+        token.encode()
+    except UnicodeEncodeError:  # bytes outside of the terminal's code come as halves of surrogate pairs
+        return False
+    return True
 
 
 def _file(token: str, rest: list[str]) -> str:

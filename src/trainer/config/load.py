@@ -73,8 +73,10 @@ def _read_toml(path: str) -> dict[str, Any] | Problem:
         return Problem(path, f"cannot be read: {error.strerror}")
     except UnicodeDecodeError as error:
         return Problem(path, f"is not UTF-8 text: {error.reason} at byte {error.start}")
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         return Problem(path, f"is not TOML: {error}")
+    except ValueError as error:  # a number of thousands of digits
+        return Problem(path, f"cannot be read: {error}")
 
 
 class _Tree:

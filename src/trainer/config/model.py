@@ -12,9 +12,9 @@ class ModelConfig(Section):
 
     name: str = ""
     """Local path or hub name of a Hugging Face model directory (config.json, safetensors, tokenizer). Required."""
-    tokenizer: str | None = None
+    tokenizer: str | None = Field(default=None, min_length=1)
     """Path or name of the tokenizer; by default the one beside the model."""
-    chat_template: str | None = None
+    chat_template: str | None = Field(default=None, min_length=1)
     """Path of a Jinja file that replaces the tokenizer's own chat template."""
     impl: Literal["native", "hf"] = "native"
     """"native": our decoder for Llama, Qwen2 and Qwen3 (faster); "hf": any causal LM of transformers."""

@@ -32,7 +32,7 @@ class RunConfig(Section):
     """Root of all randomness: initialisation, data order, dropout."""
     max_steps: PositiveInt | None = None
     """Optimizer steps of the whole run. One of `max_steps` and `epochs` is required."""
-    epochs: PositiveInt | None = None
+    epochs: int | None = Field(default=None, ge=1, le=10**6)
     """Passes over the data; max_steps follows from it."""
     stop_step: PositiveInt | None = None
     """End cleanly after this step; the schedule still aims at max_steps."""

@@ -131,7 +131,7 @@ def _limits(metadata: tuple[Any, ...]) -> Iterator[str]:
         for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
             bound = getattr(item, name, None)
             if bound is not None and not isinstance(item, FieldInfo):
-                yield f"{sign} {bound:g}"
+                yield f"{sign} {bound}" if isinstance(bound, int) else f"{sign} {bound:g}"
         if getattr(item, "min_length", None) and not isinstance(item, FieldInfo):
             yield "that is not empty"
 

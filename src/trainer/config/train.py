@@ -94,7 +94,7 @@ class CkptConfig(_Async):
     on_signal: Literal["boundary", "now"] = "boundary"
     """SIGTERM, SIGUSR1 and SAVE/STOP files are served after the step ("boundary"), or after the micro-step ("now"): then
     the gradients so far are saved too, and the resumed run finishes the cycle."""
-    grace_seconds: PositiveFloat = 600.0
+    grace_seconds: float = Field(default=600.0, gt=0.0, le=1e7)
     """Give up this long after a signal to stop, whatever the run is waiting for; a save that is being written is
     finished. The launcher's own patience must be longer."""
     stop_minutes: PositiveFloat | None = None
@@ -131,7 +131,7 @@ class CkptConfig(_Async):
 class ResumeConfig(Section):
     """Present = resume. A bare `--resume` takes the newest resumable checkpoint of `output_dir`."""
 
-    dir: str | None = None
+    dir: str | None = Field(default=None, min_length=1)
     """A step directory, or a run directory whose newest resumable step is taken. Another run's makes a fork."""
     step: NonNegativeInt | None = None
     """Resume from exactly this step; newer checkpoints of the run move to superseded/."""
@@ -176,7 +176,7 @@ class RuntimeConfig(Section):
     """Python's garbage is collected every N steps, on all ranks at the same step; 0 = leave it to Python."""
     deterministic: bool = True
     """Ask torch for deterministic algorithms, which bit-exact resumes on a GPU need."""
-    threads: NonNegativeInt = 0
+    threads: int = Field(default=0, ge=0, le=4096)
     """OpenMP threads per process; 0 = OMP_NUM_THREADS if set, else the cores divided by the local ranks."""
-    timeout_seconds: PositiveInt = 1800
+    timeout_seconds: int = Field(default=1800, ge=1, le=10**7)
     """A collective that waits longer than this ends the run."""

@@ -1,12 +1,11 @@
 """The one place that knows about GPUs. On CPU every call does the plain thing."""
 
-import mmap
 import os
 import weakref
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from trainer.core.distributed import World
+from trainer.core.files import huge_pages
 from trainer.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -30,6 +29,11 @@ def select_device(choice: str, world: World) -> "torch.device":
     if choice == "cpu" or (choice == "auto" and available == 0):
         return torch.device("cpu")
     if world.local_rank >= available:
+        if available == 0:
+            raise LaunchError(
+                f"runtime.device = {choice!r}, but torch sees no GPU on this host; set --runtime.device cpu, or look at the "
+                f"driver and at {VISIBLE_DEVICES}"
+            )
         raise LaunchError(
             f"runtime.device = {choice!r}: local rank {world.local_rank} needs GPU {world.local_rank}, but this host "
             f"has {available}; start at most {available} ranks here or set --runtime.device cpu"
@@ -93,24 +97,15 @@ def host_buffer(size_bytes: int, device: "torch.device") -> "torch.Tensor":
     import torch
 
     try:
-        is_large = size_bytes >= _HUGE_PAGES_FROM_BYTES
-        buffer = _huge_pages(size_bytes) if is_large else torch.empty(size_bytes, dtype=torch.uint8)
+        if size_bytes < _HUGE_PAGES_FROM_BYTES:
+            buffer = torch.empty(size_bytes, dtype=torch.uint8)
+        else:
+            buffer = torch.frombuffer(huge_pages(size_bytes), dtype=torch.uint8)
     except (RuntimeError, OSError) as error:
         raise LaunchError(f"this host has no {size_bytes / 2**30:.1f} GiB of free memory for offloading") from error
     if device.type == "cuda" and size_bytes:
         _lock_pages(buffer)
     return buffer
-
-
-def _huge_pages(size_bytes: int) -> "torch.Tensor":
-    import torch
-
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, size_bytes, flags=flags)  # lives as long as a tensor that looks at it
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them: the advice is all that is lost
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _lock_pages(buffer: "torch.Tensor") -> None:
@@ -124,6 +119,15 @@ def _lock_pages(buffer: "torch.Tensor") -> None:
             "raise the limit on locked memory (ulimit -l), free memory, or offload less (model.offload)"
         )
     weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that the GPU, or the host, has no memory left."""
+    import torch
+
+    text = str(error)
+    told = isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
+    return told or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def peak_memory_gib(device: "torch.device") -> float:

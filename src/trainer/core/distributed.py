@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trainer.errors import LaunchError, TrainerError
+from trainer.core.log import logger
+from trainer.errors import LaunchError, TrainerError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
+
+
+_HOW_TO_START = (
+    "start with torchrun (--nproc-per-node N -m trainer ...), or unset RANK and WORLD_SIZE for a single process"
+)
 
 
 @dataclass(frozen=True)
@@ -36,16 +42,35 @@ class World:
 
 
 def world_from_env() -> World:
-    """Reads torchrun's environment; a single process when there is none. Does not import torch."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    """Reads torchrun's environment; a single process when there is none. Does not import torch.
+
+    Raises:
+        LaunchError: half of it is there, or what is there are no numbers.
+    """
+    given = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    if not given:
         return World()
+    if len(given) == 1:
+        name, missing = *given, *({"RANK", "WORLD_SIZE"} - given.keys())
+        raise LaunchError(f"{name} = {given[name]} is set, but {missing} is not: a launcher sets both; {_HOW_TO_START}")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     values = [os.environ.get(name, "1" if "SIZE" in name else "0") for name in names]
     try:
         return World(*(int(value) for value in values))
     except ValueError as error:
         found = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
-        raise LaunchError(f"the launcher's environment holds no numbers: {found}") from error
+        raise LaunchError(f"the launcher's environment holds no numbers: {found}; {_HOW_TO_START}") from error
+
+
+def check_launch() -> None:
+    """Finds out, before torch is imported, whether this process was started as one of several that can find each other.
+
+    Raises:
+        LaunchError: the environment says half of it, or makes no sense.
+    """
+    world = world_from_env()
+    if world.size != 1:
+        _check_rendezvous(world)
 
 
 def _active() -> bool:
@@ -63,12 +88,25 @@ def process_group(device: "torch.device", timeout_seconds: int):
     """
     import torch.distributed as dist
 
-    if world_from_env().size == 1 or dist.is_initialized():
+    world = world_from_env()
+    if world.size == 1 or dist.is_initialized():
         yield
         return
-    _check_rendezvous(world_from_env())
+    check_launch()
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # nobody else would say what is waited for
+        logger.info(
+            f"rank {world.rank} of {world.size}: meeting the others at {place}, for {timeout_seconds} s at most"
+        )
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    except (RuntimeError, ValueError, OSError) as error:
+        raise LaunchError(
+            f"rank {world.rank} of {world.size} cannot meet the others at MASTER_ADDR:MASTER_PORT = {place}: "
+            f"{first_line(error).rstrip('.')}. Each rank must be started, once, and the port be free on that host; "
+            f"{_HOW_TO_START}"
+        ) from error
     try:
         yield
     finally:
@@ -77,12 +115,12 @@ def process_group(device: "torch.device", timeout_seconds: int):
 
 def _check_rendezvous(world: World) -> None:
     """Raises LaunchError if torch could not find the other ranks by the environment."""
-    how = "start with torchrun (--nproc-per-node N -m trainer ...), or unset RANK and WORLD_SIZE for a single process"
     if not 0 <= world.rank < world.size:
-        raise LaunchError(f"RANK = {world.rank} is not below WORLD_SIZE = {world.size}; {how}")
+        raise LaunchError(f"RANK = {world.rank} is not below WORLD_SIZE = {world.size}; {_HOW_TO_START}")
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
-        raise LaunchError(f"WORLD_SIZE = {world.size}, but {' and '.join(missing)} are not set; {how}")
+        verb = "is" if len(missing) == 1 else "are"
+        raise LaunchError(f"WORLD_SIZE = {world.size}, but {' and '.join(missing)} {verb} not set; {_HOW_TO_START}")
 
 
 def build_mesh(device_type: str, dp_replicate: int, dp_shard: int, world_size: int) -> "DeviceMesh | None":

@@ -18,5 +18,5 @@ def import_object(path: str, key: str) -> Any:
     module_name, _, name = path.rpartition(":" if ":" in path else ".")
     try:
         return getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{key} = {path!r} cannot be imported: {error}") from error
+    except Exception as error:  # a module may do anything while it is imported
+        raise ConfigError(f"{key} = {path!r} cannot be imported: {type(error).__name__}: {error}") from error

@@ -41,7 +41,7 @@ def setup_logging(level: str = "info", log_dir: Path | str | None = None, rank: 
         level=level.upper() if rank == 0 else "ERROR",
         format=_console_format(rank),
         filter=lambda record: not record["extra"].get("file_only"),
-        colorize=sys.stderr.isatty(),
+        colorize=sys.stderr is not None and sys.stderr.isatty(),
         backtrace=False,
         diagnose=False,  # never print the values of variables: they can be whole tensors
     )

@@ -201,12 +201,16 @@ def assemble(corpus: Documents, spec: BatchSpec, *, pack: bool) -> HostBatch:
     return HostBatch(spec, torch.from_numpy(tokens), torch.from_numpy(document_ids), widths, row_names)
 
 
+def row_width(longest_tokens: int, seq_len: int) -> int:
+    """Returns the tokens of each row in an unpacked micro-batch whose longest document has `longest_tokens`."""
+    return min(seq_len, -(-max(1, longest_tokens) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
+
+
 def _widths(micro_rows: list[list[Int64]], used: Int64, seq_len: int, pack: bool) -> list[int]:
     if pack:
         return [seq_len] * len(micro_rows)
     widths, start = [], 0
     for micro in micro_rows:
-        longest = max(1, int(used[start : start + len(micro)].max()))
-        widths.append(min(seq_len, -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE))
+        widths.append(row_width(int(used[start : start + len(micro)].max()), seq_len))
         start += len(micro)
     return widths

@@ -18,13 +18,13 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2 import TemplateError
+from jinja2 import TemplateSyntaxError
 from numpy.typing import NDArray
 
 from trainer.core.log import logger
 from trainer.data.rows import Conversation, RowError, Text, with_text_arguments
-from trainer.data.spans import SpanFinder
-from trainer.errors import DataError
+from trainer.data.spans import TEMPLATE_FAILURES, SpanFinder
+from trainer.errors import DataError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -33,8 +33,10 @@ Document = tuple[NDArray[np.int32], NDArray[np.uint8]]
 """Token ids [tokens] and mask [tokens]: 1 where the token is something the model shall learn to produce."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# What a template or tokenizer raises over one row's content; anything else is a bug and not caught.
-_ROW_FAILURES = (TemplateError, ValueError, TypeError, KeyError)
+
+
+class _NotInVocabulary(ValueError):
+    """A text has no tokens in the vocabulary. tokenizers says so with a bare Exception."""
 
 
 class Encoder:
@@ -68,7 +70,9 @@ class Encoder:
             batch = list(group)
             try:
                 results += self._encode(kind[0], batch)
-            except _ROW_FAILURES as error:
+            except TemplateSyntaxError as error:  # no row can mend that
+                raise self._unusable_template(f"line {error.lineno}: {error.message}") from error
+            except TEMPLATE_FAILURES as error:
                 if len(batch) == 1:
                     results.append(self._encode_differently(kind[0], batch[0], error))
                 else:  # one of them is bad: find out which
@@ -76,16 +80,28 @@ class Encoder:
         return results
 
     def _encode(self, kind: str, batch: list[Any]) -> list[Document | RowError]:
-        return {"text": self._encode_texts, "marked": self._encode_marked, "chat": self._encode_chats}[kind](batch)
+        encode = {"text": self._encode_texts, "marked": self._encode_marked, "chat": self._encode_chats}[kind]
+        try:
+            return encode(batch)
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            raise _NotInVocabulary(str(error)) from error
 
     def _encode_differently(self, kind: str, document: Text | Conversation, error: Exception) -> Document | RowError:
         """The second and last attempt at a document."""
-        if isinstance(document, Text):
-            return RowError(f"cannot be tokenized: {_first_line(error)}")
+        if isinstance(document, Text) or isinstance(error, _NotInVocabulary):
+            return RowError(f"cannot be tokenized: {first_line(error)}")
         if any("tool_calls" in message for message in document.messages):
-            with suppress(*_ROW_FAILURES):  # the first error is the one to tell
+            with suppress(*TEMPLATE_FAILURES):  # the first error is the one to tell
                 return self._encode(kind, [with_text_arguments(document)])[0]
-        return RowError(f"the chat template of {self.name} failed: {_first_line(error)}")
+        return RowError(f"the chat template of {self.name} failed: {first_line(error)}")
+
+    def _unusable_template(self, reason: str) -> DataError:
+        return DataError(
+            f"the chat template of {self.name} cannot be used: {reason}; correct it, or give another one as "
+            "model.chat_template"
+        )
 
     def _kind(self, document: Text | Conversation) -> tuple[str, str]:
         """How a document is encoded; neighbours of equal kind are tokenized in one call."""
@@ -102,7 +118,12 @@ class Encoder:
                 f"the tokenizer {self.name} has no chat template, which rows of messages need; "
                 "set model.chat_template to a Jinja file, or use an instruction-tuned model's tokenizer"
             )
-        template = self.tokenizer.get_chat_template(None, tools)
+        try:
+            template = self.tokenizer.get_chat_template(None, tools)
+        except ValueError as error:  # several ones, and none of them is the default
+            raise self._unusable_template(first_line(error)) from error
+        if not isinstance(template, str):
+            raise self._unusable_template(f"it is {template!r} and no text")
         if not self._checked_template:
             self._checked_template = True
             if "strftime_now" in template:
@@ -215,7 +236,3 @@ class Encoder:
 @lru_cache
 def _marks_generation(template: str) -> bool:
     return _GENERATION.search(template) is not None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -9,6 +9,8 @@ from typing import Any
 
 ROLES = ("system", "user", "assistant", "tool")
 FORMAT_KEYS = {"messages": ("messages",), "completion": ("prompt", "completion"), "text": ("text",)}
+COLUMNS = frozenset(("tools", *(key for keys in FORMAT_KEYS.values() for key in keys)))
+"""Every column that any format reads."""
 
 
 class RowError(Exception):
@@ -152,10 +154,7 @@ def _tool_calls(value: Any, what: str) -> list[dict[str, Any]]:
         function = {key: part for key, part in function.items() if part is not None}
         if isinstance(function.get("arguments"), str):
             # The API form; templates dump the arguments as JSON, which would quote a string a second time.
-            try:
-                function["arguments"] = json.loads(function["arguments"])
-            except json.JSONDecodeError as error:
-                raise RowError(f"{what}.tool_calls: the arguments are not JSON ({error.msg})") from None
+            function["arguments"] = _json(function["arguments"], f"{what}.tool_calls: the arguments are")
         call = {key: part for key, part in call.items() if part is not None}
         calls.append({**call, "function": function} if "function" in call else function)
     return calls
@@ -163,12 +162,21 @@ def _tool_calls(value: Any, what: str) -> list[dict[str, Any]]:
 
 def _tools(value: Any) -> list[dict[str, Any]] | None:
     if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise RowError(f"'tools' is not JSON ({error.msg} at column {error.colno})") from None
+        value = _json(value, "'tools' is")
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise RowError("'tools' must be a list of objects, or the JSON text of one")
     return value
+
+
+def _json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg} at column {error.colno}"
+    except ValueError as error:  # a number of thousands of digits
+        reason = str(error)
+    except RecursionError:
+        reason = "nested too deeply"
+    raise RowError(f"{what} not JSON ({reason})")

@@ -25,7 +25,17 @@ from trainer.data.rows import Conversation, RowError
 Span = tuple[int, int]
 """Characters [start, end) of the full rendering."""
 _SENTINEL = "xXspan-finder-7f3a9cXx"
-_FAILURES = (TemplateError, ValueError, TypeError, KeyError)  # "roles must alternate", "last message must be a user's"
+
+TEMPLATE_FAILURES = (
+    TemplateError,  # raise_exception: "roles must alternate", "last message must be a user's"
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What a template raises over the content of a conversation; it is a program, and sees what others have written."""
 
 
 class SpanFinder:
@@ -190,5 +200,5 @@ class _Work:
     def _try(self, messages: list[dict[str, Any]], generation_prompt: bool) -> str | None:
         try:
             return self._renderer(messages, self._conversation.tools, generation_prompt)
-        except _FAILURES:
+        except TEMPLATE_FAILURES:
             return None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from trainer.config.data import DataConfig, SourceConfig
+from trainer.core.files import local_path
 from trainer.core.log import logger
 from trainer.data.chat import Encoder
 from trainer.data.rows import Conversation, RowError, Text, detect_format, parse_row
@@ -28,11 +29,21 @@ PROGRESS_SECONDS = 20.0
 
 
 def cache_dir(config: DataConfig) -> Path:
-    """Returns data.cache_dir, or the user's cache folder."""
+    """Returns data.cache_dir, or the user's cache folder.
+
+    Raises:
+        DataError: there can be no such folder.
+    """
     if config.cache_dir:
-        return Path(config.cache_dir).expanduser().absolute()
+        try:
+            return local_path(config.cache_dir).absolute()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise DataError(f"data.cache_dir = {config.cache_dir[:200]!r} cannot be opened: {error}") from error
     root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root).absolute() if root else Path.home() / ".cache") / "exact-trainer"
+    try:
+        return (Path(root).absolute() if root else Path.home() / ".cache") / "exact-trainer"
+    except RuntimeError as error:  # no HOME, and a user that the system does not know: common in containers
+        raise DataError("this user has no home directory for tokenized data: set data.cache_dir, or HOME") from error
 
 
 def tokenized(source: SourceConfig, config: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> TokenStore:

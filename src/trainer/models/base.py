@@ -61,6 +61,16 @@ class CausalLM(nn.Module, ABC):
     def output(self) -> nn.Linear:
         """The output projection: owner of `weight` [vocab, d]."""
 
+    @property
+    def context_tokens(self) -> int | None:
+        """Longest text in tokens that the config allows; None where it does not say."""
+        return None
+
+    @property
+    def learned_positions(self) -> bool:
+        """Whether positions beyond `context_tokens` do not exist at all; otherwise the model has only never seen them."""
+        return False
+
     @abstractmethod
     def reset_buffers(self) -> None:
         """Fills the buffers that no checkpoint holds (after `to_empty`, which leaves them undefined)."""

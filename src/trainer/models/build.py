@@ -13,7 +13,7 @@ from trainer.models.base import CausalLM
 from trainer.models.decoder import Decoder
 from trainer.models.files import resolve_model_dir
 from trainer.models.hf_model import HFModel, cast_at_use
-from trainer.models.load import load_weights
+from trainer.models.load import check_files, load_weights
 from trainer.models.parallelize import compile_blocks, recompute_blocks, shard
 from trainer.models.shards import copy_shard
 from trainer.models.spec import decoder_spec, read_config
@@ -71,6 +71,20 @@ def build_model(
     raise_together(error, f"loading {model_dir}")
     model.train()
     return model
+
+
+def check_model(config: ModelConfig, *, values: bool) -> None:
+    """Finds out whether the model can be built, before an hour goes into tokenizing data for it. Every rank calls it.
+
+    `values`: its weights will be loaded, so their files are looked at too: that they are there, and which tensors they
+    hold. Reads config.json and the tables of the files.
+
+    Raises:
+        ModelError: as `build_model`.
+    """
+    model = model_on_meta(config)
+    if values and not config.random_init:
+        check_files(model, resolve_model_dir(config.name))
 
 
 def model_on_meta(config: ModelConfig, *, vocab_size: int = 0) -> CausalLM:

@@ -70,6 +70,10 @@ class Decoder(CausalLM):
     def output(self) -> nn.Linear:
         return self.lm_head
 
+    @property
+    def context_tokens(self) -> int | None:
+        return self.spec.max_positions
+
     def reset_buffers(self) -> None:
         self.model.rotary_emb.reset()
 

@@ -20,18 +20,19 @@ INDEX = "model.safetensors.index.json"
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
-def resolve_model_dir(name: str) -> Path:
-    """Returns the local directory of `model.name`; a hub name is downloaded (by rank 0) into the Hugging Face cache.
+def resolve_model_dir(name: str, key: str = "model.name") -> Path:
+    """Returns the local directory that the config names under `key`; a hub name is downloaded (by rank 0) into the Hugging
+    Face cache.
 
     Raises:
         ModelError: there is no such directory and the hub does not have it or cannot be reached; or it is a checkpoint.
     """
     if not name:
-        raise ModelError("model.name is not set; give a Hugging Face model directory or hub name")
+        raise ModelError(f"{key} is not set; give a Hugging Face model directory or hub name")
     try:
         path = local_path(name)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"model.name = {name[:200]!r} cannot be opened: {error}; correct the path") from error
+        raise ModelError(f"{key} = {name[:200]!r} cannot be opened: {error}; correct the path") from error
     if (path / "manifest.json").exists() and not (path / "config.json").exists():
         raise ModelError(
             f"{path} is a checkpoint of a run and no model directory. To go on with that run: --resume.dir {path}; to start "
@@ -41,18 +42,18 @@ def resolve_model_dir(name: str) -> Path:
         return path
     # A hub name is "name" or "owner/name"; anything else can only be a path.
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.exists():
-        raise ModelError(f"model.name = {name!r} is not a directory")
-    return Path(on_main(_download, name))
+        raise ModelError(f"{key} = {name!r} is not a directory (looked for {path.absolute()}); correct the path")
+    return Path(on_main(_download, name, key))
 
 
-def _download(name: str) -> str:
+def _download(name: str, key: str) -> str:
     from huggingface_hub import snapshot_download
 
     try:
         return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
     except Exception as error:  # the hub client raises many kinds; each means the same to the user
         raise ModelError(
-            f"model.name = {name!r} is neither a local directory nor available from the Hugging Face hub: {error}"
+            f"{key} = {name!r} is neither a local directory nor available from the Hugging Face hub: {error}"
         ) from error
 
 
@@ -128,6 +129,8 @@ def _weight_paths(model_dir: Path) -> dict[Path, set[str] | None]:
             names = by_file[model_dir / file]
             assert names is not None
             names.add(name)
+    except OSError as error:
+        raise ModelError(f"{index} cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{index} is not a safetensors index: {error!r}") from error
+        raise ModelError(f"{index} is not a safetensors index: {error!r}; download it again") from error
     return by_file

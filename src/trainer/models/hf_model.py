@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.core.device import is_out_of_memory
 from trainer.core.rng import derive_seed
 from trainer.errors import ModelError
 from trainer.models.base import CausalLM, Head
@@ -56,9 +57,14 @@ class HFModel(CausalLM):
 
     @property
     def context_tokens(self) -> int | None:
-        """Longest text in tokens that the config allows; None where it does not say."""
         limit = getattr(self._inner.config, "max_position_embeddings", None)
         return limit if isinstance(limit, int) and limit > 0 else None
+
+    @property
+    def learned_positions(self) -> bool:
+        """GPT-2's table of positions has one row for each; OPT's has two more, in front."""
+        tables = (m for m in self.modules() if isinstance(m, nn.Embedding) and m is not self.embedding)
+        return any(0 <= table.num_embeddings - (self.context_tokens or 0) <= 2 for table in tables)
 
     @property
     def embedding(self) -> nn.Embedding:
@@ -154,7 +160,9 @@ class HFModel(CausalLM):
         load: Any = AutoModelForCausalLM.from_pretrained
         try:
             model, info = load(model_dir, dtype=torch.float32, output_loading_info=True, local_files_only=True)
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # it raises many kinds; each means the same to the user
+            if is_out_of_memory(error):
+                raise
             raise ModelError(f"transformers cannot load the weights in {model_dir}: {error}") from error
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info.get(kind):
@@ -176,17 +184,26 @@ def transformers_on_meta(model_dir: Path) -> nn.Module:
 
 
 def _from_config(config: Any, model_dir: Path) -> Any:
-    """Returns transformers' model for the config, with SDPA where the architecture has it, else eager attention."""
+    """Returns transformers' model for the config, with SDPA where the architecture has it, else eager attention.
+
+    Raises:
+        ModelError: the architecture is no causal LM, or a number in the config makes no sense to it.
+    """
     import transformers
 
+    problem: Exception | None = None
     for attention in ("sdpa", "eager"):
         try:
             return transformers.AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=attention
             )
-        except ValueError as error:
+        except Exception as error:  # a wrong number surfaces as whatever its architecture's code does with it
+            if is_out_of_memory(error):
+                raise
             problem = error
-    raise ModelError(f"transformers cannot build a causal LM from {model_dir}/config.json: {problem}") from problem
+    raise ModelError(
+        f"transformers cannot build a causal LM from {model_dir}/config.json: {type(problem).__name__}: {problem}"
+    ) from problem
 
 
 def _load_config(model_dir: Path) -> Any:
@@ -194,7 +211,7 @@ def _load_config(model_dir: Path) -> Any:
 
     try:
         return transformers.AutoConfig.from_pretrained(model_dir, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # it validates types with an Exception of its own
         raise ModelError(f"transformers cannot read {model_dir}/config.json: {error}") from error
 
 

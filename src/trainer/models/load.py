@@ -60,6 +60,17 @@ def load_weights(model: CausalLM, model_dir: Path, *, seed: int) -> None:
     _fill(model, source, model_dir, seed)
 
 
+def check_files(model: CausalLM, model_dir: Path) -> None:
+    """Checks that the directory's files hold the tensors of the model; it may be on the meta device. No tensor is read.
+
+    Raises:
+        ModelError: a file or a tensor is missing or there are too many.
+    """
+    with open_weights(model_dir) as files:
+        other_names_may_do = type(model).converted_weights is not CausalLM.converted_weights
+        _raise_if([] if other_names_may_do else _key_problems(model, files), model_dir)
+
+
 def tied_names(model: CausalLM) -> tuple[str, str] | None:
     """Returns (embedding's name, output's name) of a tied weight, None if the model ties nothing."""
     if not model.tied:
@@ -108,8 +119,18 @@ def _fill(model: CausalLM, source: WeightSource, model_dir: Path, seed: int) -> 
             local[:kept].copy_(source.rows(stored, old))
             if tied is not None and name == tied[0] and set(tied) <= source.names():
                 _check_tied(source, tied, old, model_dir)
+        if not _is_finite(local[:kept]):
+            raise ModelError(
+                f"{model_dir}: {stored} holds NaN or infinite values: training could only make more of them. The file is "
+                "damaged, or the run that wrote it had diverged; download it again, or take other weights"
+            )
         if grows and kept < len(local):
             local[kept:].copy_(model.initializer(seed)(name)[rows.start + kept : rows.stop])
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """One pass without a copy: the least and the greatest value are NaN if any value is."""
+    return not tensor.numel() or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
 def _check_tied(source: WeightSource, tied: tuple[str, str], rows: slice, model_dir: Path) -> None:

@@ -5,6 +5,7 @@ unsupported model is known before transformers is imported.
 """
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -82,8 +83,10 @@ def read_config(model_dir: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist; model.name must be a Hugging Face model directory") from None
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}; download it again") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} holds a {type(config).__name__}, expected a JSON object")
     return config
@@ -110,7 +113,7 @@ def decoder_spec(config: dict[str, Any], where: str = "config.json") -> DecoderS
         _unsupported(where, "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
     if head_dim % 2:
         _unsupported(where, "head_dim", head_dim, "an even number (rotary embedding turns pairs)")
-    attention_bias = bool(config.get("attention_bias", False))
+    attention_bias = reader.flag("attention_bias")
     return DecoderSpec(
         family=family,
         vocab_size=reader.positive("vocab_size"),
@@ -120,16 +123,16 @@ def decoder_spec(config: dict[str, Any], where: str = "config.json") -> DecoderS
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=float(reader.get("rms_norm_eps")),
+        norm_eps=reader.number("rms_norm_eps", zero=True),
         max_positions=reader.positive("max_position_embeddings"),
         rope=_rope(reader),
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=family != "qwen2" and attention_bias,
-        mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
+        mlp_bias=family == "llama" and reader.flag("mlp_bias"),
         qk_norm=family == "qwen3",
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=reader.flag("tie_word_embeddings"),
         windows=_windows(reader, layers),
-        init_std=float(reader.get("initializer_range")),
+        init_std=reader.number("initializer_range", zero=True),
     )
 
 
@@ -149,6 +152,23 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ModelError(f"{self.where}: {key} must be a positive integer, found {value!r}")
         return value
+
+    def number(self, key: str, *, zero: bool = False) -> float:
+        return _number(self.get(key), f"{self.where}: {key}", zero=zero)
+
+    def flag(self, key: str) -> bool:
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise ModelError(f"{self.where}: {key} must be true or false, found {value!r}")
+        return bool(value)
+
+
+def _number(value: Any, what: str, *, zero: bool = False) -> float:
+    """Returns a positive finite number (`zero`: or 0); a wrong one would become NaN somewhere in the model."""
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
+    if not fits or (value == 0 and not zero):
+        raise ModelError(f"{what} must be a {'number >= 0' if zero else 'positive number'}, found {value!r}")
+    return float(value)
 
 
 def _unsupported(where: str, key: str, found: Any, expected: str) -> NoReturn:
@@ -180,7 +200,7 @@ def _rope(reader: _Reader) -> RopeSpec:
     if any(isinstance(value, dict) for value in values.values()):
         _unsupported(where, key, values, "one set of parameters for all layers")
     rope_type = values.get("rope_type", values.get("type", "default"))
-    if rope_type not in ROPE_TYPES:
+    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
         _unsupported(where, f"{key}.rope_type", rope_type, f"one of {', '.join(ROPE_TYPES)}")
     partial = values.get("partial_rotary_factor", reader.config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
@@ -198,28 +218,65 @@ def _rope(reader: _Reader) -> RopeSpec:
         raise ModelError(f"{where}: {key} of type {rope_type!r} lacks {', '.join(missing)}")
 
     theta = values.get("rope_theta")
-    original = values.get("original_max_position_embeddings")
-    # A top-level value wins over the nested one, as in transformers.
-    original = reader.config.get("original_max_position_embeddings", original)
-    fields = {name: values[name] for name in RopeSpec.__dataclass_fields__ if values.get(name) is not None}
-    fields.pop("type", None)
-    return RopeSpec(
-        theta=float(reader.get("rope_theta") if theta is None else theta),
+    spec = RopeSpec(
+        theta=reader.number("rope_theta") if theta is None else _number(theta, f"{where}: {key}.rope_theta"),
         type=rope_type,
-        original_max_positions=int(original or reader.positive("max_position_embeddings")),
-        **fields,
+        original_max_positions=_original_positions(reader, values, key),
+        **{
+            name: _number(values[name], f"{where}: {key}.{name}", zero=name.startswith("mscale"))
+            for name in _ROPE_NUMBERS
+            if values.get(name) is not None
+        },
+        truncate=bool(values.get("truncate", True)),
     )
+    if spec.theta <= 1:
+        raise ModelError(f"{where}: rope_theta must be above 1, found {spec.theta}: it is the base of the wavelengths")
+    if rope_type == "llama3" and not spec.low_freq_factor < spec.high_freq_factor:
+        raise ModelError(
+            f"{where}: {key}.low_freq_factor ({spec.low_freq_factor}) must be below high_freq_factor "
+            f"({spec.high_freq_factor})"
+        )
+    return spec
+
+
+_ROPE_NUMBERS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
+
+
+def _original_positions(reader: "_Reader", values: dict[str, Any], key: str) -> int:
+    # A top-level value wins over the nested one, as in transformers.
+    nested = values.get("original_max_position_embeddings")
+    original = reader.config.get("original_max_position_embeddings", nested)
+    if not original:
+        return reader.positive("max_position_embeddings")
+    if isinstance(original, bool) or not isinstance(original, int) or original < 1:
+        raise ModelError(
+            f"{reader.where}: {key}.original_max_position_embeddings must be a positive integer, found {original!r}"
+        )
+    return original
 
 
 def _windows(reader: _Reader, layers: int) -> tuple[int | None, ...]:
     config, where = reader.config, reader.where
     if config["model_type"] == "llama":  # its attention has no window, whatever the file says
         return (None,) * layers
-    window = reader.get("sliding_window") if config.get("use_sliding_window") else None
+    window = None
+    if reader.flag("use_sliding_window") and reader.get("sliding_window") is not None:
+        window = reader.positive("sliding_window")
     kinds = config.get("layer_types")
     if kinds is None:
-        first = reader.get("max_window_layers")
+        first = reader.number("max_window_layers", zero=True)
         return tuple(window if layer >= first else None for layer in range(layers))
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise ModelError(f"{where}: layer_types must be a list of names, found {kinds!r}")
     if len(kinds) != layers:
         raise ModelError(f"{where}: layer_types has {len(kinds)} entries for num_hidden_layers = {layers}")
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+MAX_ROWS = 2**24
+"""More tokens than any tokenizer has; a table of that many rows is gigabytes in itself."""
+
+
 def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerFast":
     """Returns the tokenizer of `model.tokenizer` (default: the one beside the model), with `model.chat_template`.
 
@@ -22,13 +26,15 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerFast":
     """
     from transformers import AutoTokenizer
 
-    tokenizer_dir = resolve_model_dir(config.tokenizer or config.name)
+    tokenizer_dir = resolve_model_dir(
+        config.tokenizer or config.name, "model.tokenizer" if config.tokenizer else "model.name"
+    )
     try:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except Exception as error:  # a damaged file is a bare Exception of tokenizers, or whatever transformers trips over
         raise ModelError(
-            f"{tokenizer_dir} holds no tokenizer that transformers can load: {error}; "
-            "set model.tokenizer to a directory that has tokenizer.json"
+            f"{tokenizer_dir} holds no tokenizer that transformers can load: {str(error) or type(error).__name__}; "
+            "download it again, or set model.tokenizer to a directory that has a sound tokenizer.json"
         ) from error
     if not tokenizer.is_fast:
         raise ModelError(
@@ -42,10 +48,25 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerFast":
     return tokenizer
 
 
+def vocabulary_rows(tokenizer: "PreTrainedTokenizerFast") -> int:
+    """Returns how many rows an embedding needs: the tokenizer's highest id plus one, for its ids may have holes.
+
+    Raises:
+        ModelError: more than any embedding has.
+    """
+    token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+    if highest >= MAX_ROWS:
+        raise ModelError(
+            f"{tokenizer.name_or_path}: the id of token {token!r} is {highest}, behind the last row of any embedding "
+            f"({MAX_ROWS}); tokenizer.json is damaged: download it again"
+        )
+    return max(len(tokenizer), highest + 1)
+
+
 def _read_template(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ModelError(f"model.chat_template: {path} cannot be read: {error}") from error
 
 

@@ -35,7 +35,7 @@ from trainer.models.load import load_weights, tied_names
 from trainer.models.roles import parameter_roles
 from trainer.models.spec import DecoderSpec, decoder_spec, read_config
 from trainer.models.state import ModelState
-from trainer.models.tokenizer import load_tokenizer
+from trainer.models.tokenizer import load_tokenizer, vocabulary_rows
 from trainer.optim.build import build_groups, build_optimizer, build_schedule
 from trainer.optim.groups import DECAYED
 from trainer.optim.schedule import Schedule, ScheduleState
@@ -145,7 +145,7 @@ def _check_architecture(source: Path, model_dir: Path, spec: DecoderSpec | None)
 def _write(state: ForeignState, out: Path, config: RunConfig, schedule_of_config: bool) -> Imported:
     device, world = torch.device("cpu"), World()
     tokenizer = load_tokenizer(config.model) if config.data.fake is None else None
-    vocab_size = len(tokenizer) if tokenizer is not None else 0
+    vocab_size = vocabulary_rows(tokenizer) if tokenizer is not None else 0
     model = _model(state, config, device, vocab_size)
     config = _with_groups(config, state, model)
     optimizer = build_optimizer(

@@ -56,6 +56,8 @@ def load_run(run: Path, label: str | None = None) -> RunHistory:
     rows = read_rows(metrics)
     if not rows:
         raise DataError(f"{metrics} has no rows yet: the run has not finished its first step")
+    if any(type(row.get("step")) is not int for row in rows):
+        raise DataError(f"{metrics} has rows without a step: no run of this trainer has written them")
     superseded: dict[int, list[Row]] = defaultdict(list)
     if (old := metrics.with_suffix(".superseded.jsonl")).exists():
         for row in read_rows(old):

@@ -14,11 +14,14 @@ from trainer.core.files import write_atomic
 from trainer.core.lock import DirectoryLock
 from trainer.errors import LaunchError
 
+IDENTITY = "run.json"
+"""File that holds the run's id; whoever finds it knows that the directory is a run's."""
+
 
 def is_used(run_dir: Path) -> bool:
-    """Whether a run has written here before."""
-    checkpoints = run_dir / "checkpoints"
-    return (run_dir / "metrics.jsonl").exists() or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+    """Whether a run has left rows or checkpoints here; one that ended before its first step can simply be started again."""
+    metrics, checkpoints = run_dir / "metrics.jsonl", run_dir / "checkpoints"
+    return (metrics.exists() and metrics.stat().st_size > 0) or (checkpoints.is_dir() and any(checkpoints.iterdir()))
 
 
 @contextmanager
@@ -26,8 +29,8 @@ def opened(config: RunConfig) -> Iterator[Path]:
     """Yields the directory of a run, made and held by rank 0 while the block runs; collective.
 
     Raises:
-        LaunchError: on every rank; a fresh run or a fork would write into another run's directory, another process
-            trains in it, or it cannot be made.
+        LaunchError: on every rank; a fresh run or a fork would write into another run's directory or replace files that
+            no run wrote, another process trains in it, or it cannot be made.
     """
     lock = DirectoryLock()
     try:
@@ -38,18 +41,23 @@ def opened(config: RunConfig) -> Iterator[Path]:
 
 def _prepare(config: RunConfig, lock: DirectoryLock) -> Path:
     run_dir = Path(config.output_dir)
-    _refuse_another_run(config, run_dir)
     try:
+        _refuse_another_run(config, run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         _hold(lock, run_dir)
         _refuse_another_run(config, run_dir)  # it may have come while this process waited
+        _refuse_what_is_no_run(run_dir)
         if _is_another_run(config, run_dir):
             _move_aside(run_dir, lock)
         for folder in (run_dir / "checkpoints", run_dir / "logs"):
             folder.mkdir(exist_ok=True)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         reason = getattr(error, "strerror", None) or error
-        raise LaunchError(f"cannot make the run directory {run_dir}: {reason}; choose another --output-dir") from error
+        file = getattr(error, "filename", None)
+        where = f" ({file})" if file is not None and Path(file) != run_dir else ""
+        raise LaunchError(
+            f"cannot make the run directory {str(run_dir)[:300]}: {reason}{where[:300]}; choose another --output-dir"
+        ) from error
     return run_dir
 
 
@@ -63,6 +71,18 @@ def _refuse_another_run(config: RunConfig, run_dir: Path) -> None:
             f"{run_dir} already holds a run. Continue it with --resume, move it aside with --overwrite, "
             f"or choose another --output-dir"
         )
+
+
+def _refuse_what_is_no_run(run_dir: Path) -> None:
+    """A run replaces its config.toml and its weights/; in a directory that no run has used they are somebody's own."""
+    if is_used(run_dir) or (run_dir / IDENTITY).exists():
+        return
+    for name in ("config.toml", "weights"):
+        if (run_dir / name).exists():
+            raise LaunchError(
+                f"{run_dir} holds {name}, which no run has written and this one would replace; choose another --output-dir, "
+                "or move it away"
+            )
 
 
 def _hold(lock: DirectoryLock, run_dir: Path) -> None:
@@ -98,11 +118,11 @@ def write_identity(config: RunConfig, origins: Mapping[str, str], run_dir: Path)
     Raises:
         LaunchError: a file cannot be written, or run.json is damaged.
     """
-    path = run_dir / "run.json"
+    path = run_dir / IDENTITY
     try:
-        write_atomic(run_dir / "config.toml", dump_toml(config, origins).encode())
-        if not path.exists():
+        if not path.exists():  # before everything else that a run replaces
             write_atomic(path, (json.dumps({"run_id": secrets.token_hex(4)}) + "\n").encode())
+        write_atomic(run_dir / "config.toml", dump_toml(config, origins).encode())
         run_id = json.loads(path.read_text())["run_id"]
     except OSError as error:
         raise LaunchError(

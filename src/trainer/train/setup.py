@@ -17,15 +17,15 @@ from trainer.config.run import RunConfig
 from trainer.core import device as devices
 from trainer.core import distributed
 from trainer.core.distributed import World, on_main, world_from_env
-from trainer.core.log import logger, setup_logging
+from trainer.core.log import file_only, logger, setup_logging
 from trainer.core.signals import Requests
-from trainer.errors import CorruptCheckpoint, LaunchError
+from trainer.errors import CorruptCheckpoint, LaunchError, TrainerError, TrainingError, first_line
 from trainer.models.base import CausalLM
-from trainer.models.build import build_model
+from trainer.models.build import build_model, check_model
 from trainer.models.hf import export_hf
 from trainer.models.roles import parameter_roles
 from trainer.models.state import ModelState
-from trainer.models.tokenizer import load_tokenizer
+from trainer.models.tokenizer import load_tokenizer, vocabulary_rows
 from trainer.optim.build import build_groups, build_optimizer, build_schedule, check_optimizer
 from trainer.optim.groups import describe_group
 from trainer.optim.offload.base import OffloadOptimizer
@@ -55,9 +55,13 @@ def start(loaded: Loaded[C], recipe: Recipe, *, owns_process: bool = False) -> I
     setup_logging(config.log.level, rank=world.rank)
     device = devices.select_device(config.runtime.device, world)
     devices.configure(device, threads=config.runtime.threads, deterministic=config.runtime.deterministic, world=world)
-    with distributed.process_group(device, config.runtime.timeout_seconds), rundir.opened(config) as run_dir:
+    with (
+        _memory_that_runs_out(),
+        distributed.process_group(device, config.runtime.timeout_seconds),
+        rundir.opened(config) as run_dir,
+    ):
         setup_logging(config.log.level, run_dir / "logs", world.rank)
-        with _requests(config, run_dir, world, owns_process) as requests:
+        with _end_in_the_log(), _requests(config, run_dir, world, owns_process) as requests:
             run = _build_from_sound(loaded, recipe, world, device, run_dir, requests)
             with run.metrics, run.checkpoints:
                 try:
@@ -79,6 +83,31 @@ def finish(run: Run) -> int:
             export_hf(run.model, run.config.model.name, out_dir, tokenizer=run.tokenizer)
         logger.info(f"weights exported to {out_dir}")
     return 0
+
+
+@contextmanager
+def _memory_that_runs_out() -> Iterator[None]:
+    """Tells of it in words, wherever in the block it happens."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not devices.is_out_of_memory(error):
+            raise
+        raise TrainingError(
+            f"out of memory: {first_line(error)}. Less is needed with a smaller data.micro_batch_size (same step) or "
+            'data.seq_len, model.activation_checkpointing = "full", model.offload = "full", or more ranks to shard over'
+        ) from error
+
+
+@contextmanager
+def _end_in_the_log() -> Iterator[None]:
+    """Writes why a run fails into its log: the terminal may be gone when somebody asks."""
+    try:
+        yield
+    except Exception as error:
+        fault = None if isinstance(error, TrainerError) else error
+        file_only.opt(exception=fault).error("the run ends with {}: {}", type(error).__name__, error)
+        raise
 
 
 def _requests(config: RunConfig, run_dir: Path, world: World, owns_process: bool) -> Requests:
@@ -131,10 +160,11 @@ def _build(
     run_id = on_main(rundir.write_identity, config, resume.origins(loaded.origins, plan), run_dir)
 
     mesh = distributed.build_mesh(device.type, config.parallel.dp_replicate, config.parallel.dp_shard, world.size)
+    check_model(config.model, values=checkpoint is None)
     tokenizer = load_tokenizer(config.model) if config.data.fake is None else None
     supply = recipe(Place(config, world, device, mesh, run_dir, tokenizer, plan.override_data))
     max_steps = supply.max_steps
-    vocab_size = len(tokenizer) if tokenizer is not None else 0
+    vocab_size = vocabulary_rows(tokenizer) if tokenizer is not None else 0
     model = build_model(
         config.model,
         mesh=mesh,

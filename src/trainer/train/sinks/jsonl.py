@@ -24,6 +24,9 @@ T = TypeVar("T")
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
+_NO_ROW = (ValueError, TypeError, RecursionError)  # what `decode_row` raises
+
+
 def encode_row(row: Row) -> str:
     """One line of strict JSON, floats in their shortest exact form; NaN and infinities become strings."""
     return json.dumps({key: _to_json(value) for key, value in row.items()}, allow_nan=False, ensure_ascii=False)
@@ -59,7 +62,7 @@ def read_rows(path: Path) -> list[Row]:
             continue
         try:
             rows.append(decode_row(line))
-        except (ValueError, TypeError) as error:
+        except _NO_ROW as error:
             if number == len(lines):  # no newline after it: the process died while writing
                 break
             raise DataError(f"{path}:{number} is not a JSON row ({error}); remove the line to go on") from error
@@ -75,9 +78,9 @@ class RunEvents:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        starts = [row for row in _readable_rows(path) if row.get("event") == "start"]
+        starts = [row for row in _readable_rows(path) if row.get("event") == "start" and type(row.get("step")) is int]
         # A fresh start writes step 0 as well (validation before the first step), so it begins after step -1.
-        self._begins = [-1 if row.get("fresh") else int(row["step"]) for row in starts]
+        self._begins = [-1 if row.get("fresh") else row["step"] for row in starts]
         self.generation = len(self._begins)
 
     def generation_of(self, step: int) -> int:
@@ -158,7 +161,7 @@ class StepFile:
         try:
             row = decode_row(line)
             row["step"] = int(row["step"])
-        except (ValueError, KeyError, TypeError):
+        except (*_NO_ROW, KeyError, OverflowError):
             if line.strip(b"\x00\r\n "):
                 logger.warning("{}: dropped a line cut short by a kill: {!r}", self.path, line[:80])
             return None
@@ -183,7 +186,7 @@ def _readable_rows(path: Path) -> Iterator[Row]:
     for line in _guarded(path, path.read_bytes).split(b"\n"):
         try:
             yield decode_row(line)
-        except (ValueError, TypeError):
+        except _NO_ROW:
             continue
 
 
