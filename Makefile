@@ -59,8 +59,8 @@ test-full: lint types ## the same with the slow tests
 N ?= 10
 
 .PHONY: soak
-soak: sync ## kill a run at N random instants (N=10, NPROC=1) and compare its end with a run that was left alone
-	@$(ONE_THREAD) $(PYTHON) -m scripts.soak --kills $(N) --nproc $(or $(NPROC),1)
+soak: sync ## kill a run at N random instants (N=10, NPROC=1, RL=1: of trainer rl) and compare its end with one left alone
+	@$(ONE_THREAD) $(PYTHON) -m scripts.soak --kills $(N) --nproc $(or $(NPROC),1) $(if $(filter-out 0,$(RL)),--rl)
 
 .PHONY: lint
 lint: sync ## ruff: rules and formatting

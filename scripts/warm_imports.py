@@ -11,6 +11,7 @@ from pathlib import Path
 
 import trainer.config.load
 import trainer.config.run
+import trainer.rl.train
 import trainer.sft.train  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -23,6 +23,12 @@ def test_a_run_that_ends_differently_is_told(capsys, monkeypatch, tmp_path):
     assert "FAILED in round 0" in capsys.readouterr().out
 
 
+def test_killed_runs_of_reinforcement_learning_end_identical(capsys):
+    assert soak.main(["--kills", "4", "--seed", "7", "--rl"]) == 0
+    assert "4 kills" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_killed_ranks_end_identical(capsys):
     assert soak.main(["--kills", "4", "--seed", "7", "--nproc", "2"]) == 0
+    assert soak.main(["--kills", "4", "--seed", "7", "--nproc", "2", "--rl"]) == 0

@@ -44,7 +44,7 @@ def _run(argv: list[str], plan: Plan, on_rank: int) -> int:
         counts[kind] += 1
         for where, number, what in plan:
             if (where, number) == (kind, counts[kind]) and int(os.environ.get("RANK", "0")) == on_rank:
-                _do(what, Path(loaded.config.output_dir))
+                do(what, Path(loaded.config.output_dir))
         return cross_entropy(model, micro_batch)
 
     with setup.start(loaded, supply(loss)) as run:
@@ -52,7 +52,8 @@ def _run(argv: list[str], plan: Plan, on_rank: int) -> int:
         return setup.finish(run)
 
 
-def _do(what: str, run_dir: Path) -> None:
+def do(what: str, run_dir: Path) -> None:
+    """Sends this process a signal, or touches SAVE or STOP in its run directory."""
     if what.startswith("SIG"):
         os.kill(os.getpid(), getattr(signal, what))
     else:

@@ -162,7 +162,7 @@ def test_a_users_environment_by_import_path_and_by_file(tmp_path: Path):
         (f"{USER}:Duble", (), ["does not exist", 'did you mean "Double"?']),
         (f"{USER}:NotAnEnvironment", (), ["no subclass of trainer.rl.envs.Environment"]),
         (f"{USER}:BadPrompt", (), ["BadPrompt", "what"]),
-        ("verifiers:gsm8k", (), ["verifiers:gsm8k", "path/to/file.py:Class"]),
+        ("verifiers:no-such-taskset", (), ["envs.0.name", "verifiers"]),
     ],
 )
 def test_what_does_not_exist_is_told_with_what_is_near(name, args, expected):
@@ -197,6 +197,24 @@ def test_reasoning_gym_tasks():
         load("reasoning-gym:chain_sums")
     with pytest.raises(ConfigError, match='did you mean "max_terms"'):
         load("reasoning-gym:chain_sum", "max_term=3")
+
+
+@pytest.mark.slow
+def test_every_task_of_reasoning_gym_makes_prompts_and_knows_its_answer():
+    pytest.importorskip("reasoning_gym")
+    from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
+
+    names = sorted(set(DATASETS) - {"composite"})  # which is made of others
+    failed = {}
+    for name in names:
+        try:
+            loaded = load(f"reasoning-gym:{name}")
+            _, info = loaded.prompt(0, "train")
+            right, wrong = (loaded.environment.score(info, text) for text in (info["answer"], "no idea"))
+            assert right.reward == right.parts["partial"] == 1.0 and wrong.reward == 0.0, (right, wrong)
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {str(error)[:200]}"
+    assert len(names) > 100 and failed == {}
 
 
 @pytest.mark.parametrize(

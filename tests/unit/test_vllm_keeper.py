@@ -199,11 +199,27 @@ def test_a_server_that_cannot_start_tells_why(tmp_path, folder, closing):
         keeper_of(folder, closing, Replica(client, process))
 
 
-def test_a_taken_port_is_named(tmp_path, folder, closing):
+def test_a_taken_port_is_named(tmp_path, folder, closing, monkeypatch):
+    monkeypatch.setattr("trainer.rl.vllm.server.PORT_SECONDS", 0.0)
     process, client = launched(tmp_path)
     other = stand_in(closing, port=process.port)
     with pytest.raises(LaunchError, match=rf"port {other.port} .* engine\.port"):
         keeper_of(folder, closing, Replica(client, process))
+
+
+def test_the_port_of_a_server_that_is_on_its_way_out_is_waited_for(tmp_path, folder, closing, monkeypatch):
+    """As after a kill -9 of the trainer: its server ends a little later than it."""
+    from trainer.rl.vllm import server
+
+    process, client = launched(tmp_path)
+    other = stand_in(closing, port=process.port)
+    waits: list[float] = []
+    monkeypatch.setattr(server.time, "sleep", lambda seconds: waits.append(seconds) or other.close())
+    server._await_port(process.port)
+    assert len(waits) == 1
+    monkeypatch.undo()
+    keeper_of(folder, closing, Replica(client, process))
+    assert client.is_healthy()
 
 
 def test_the_command_line_and_the_environment(tmp_path, monkeypatch):

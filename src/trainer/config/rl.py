@@ -14,8 +14,8 @@ class EnvConfig(Section):
     """One environment ([[envs]])."""
 
     name: str = Field(min_length=1)
-    """Built in: "reverse-text", "arithmetic", "sort". "reasoning-gym:TASK" needs that package. Your
-    own: "package.module:Class" or "path/to/file.py:Class"."""
+    """Built in: "reverse-text", "arithmetic", "sort". "reasoning-gym:TASK" and "verifiers:TASKSET" need those packages.
+    Your own: "package.module:Class" or "path/to/file.py:Class"."""
     weight: PositiveFloat = 1.0
     """Share of the prompts, relative to the other environments' weights."""
     args: tuple[str, ...] = ()

@@ -206,10 +206,11 @@ def load_environment(config: EnvConfig, position: int, seed: int) -> LoadedEnvir
 
 
 def _foreign(name: str, arguments: dict[str, Any], key: str) -> Environment:
-    from trainer.rl import foreign_envs
+    from trainer.rl.foreign_envs import reasoning_gym
+    from trainer.rl.verifiers_envs import verifiers
 
     package, _, task = name.partition(":")
-    make = foreign_envs.reasoning_gym if package == "reasoning-gym" else foreign_envs.verifiers
+    make = reasoning_gym if package == "reasoning-gym" else verifiers
     return make(task, arguments, key)
 
 
@@ -219,7 +220,7 @@ def _find_class(name: str, key: str, built_in: tuple[str, ...]) -> type[Environm
         hint = did_you_mean(name, (*built_in, *_FOREIGN)) or "."
         raise ConfigError(
             f"{key}.name = {name!r}: no such environment{hint} Built in are {', '.join(built_in)}; others are "
-            "reasoning-gym:TASK, package.module:Class and path/to/file.py:Class"
+            "reasoning-gym:TASK, verifiers:TASKSET, package.module:Class and path/to/file.py:Class"
         )
     try:
         module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name)

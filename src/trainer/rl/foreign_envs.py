@@ -82,17 +82,6 @@ def reasoning_gym(task: str, arguments: dict[str, Any], key: str) -> Environment
         raise ConfigError(f"{key}.args: reasoning-gym:{task} does not take {rest}: {error}") from error
 
 
-def verifiers(environment_id: str, arguments: dict[str, Any], key: str) -> Environment:
-    """Raises:
-    ConfigError: always.
-    """
-    raise ConfigError(
-        f"{key}.name: verifiers:{environment_id} cannot be trained on directly: its environments run the model themselves, "
-        "through a server, instead of handing out prompts and scoring token ids. Write a class whose prompt() and score() "
-        "call the task's own functions, and name it as path/to/file.py:Class"
-    )
-
-
 def _missing(package: str, key: str, error: ImportError) -> ConfigError:
     return ConfigError(
         f'{key}.name needs the package {package}, which cannot be imported ({error}): pip install "exact-trainer[envs]" '

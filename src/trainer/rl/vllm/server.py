@@ -1,15 +1,18 @@
 """A vLLM server that the trainer starts, watches and stops."""
 
+import errno
 import json
 import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config.rl import EngineConfig
 from trainer.core.device import VISIBLE_DEVICES
+from trainer.core.log import logger
 from trainer.errors import LaunchError
 
 BACKEND = "safetensors_dir"
@@ -17,6 +20,8 @@ BACKEND = "safetensors_dir"
 HOST = "127.0.0.1"
 DEFAULT_PYTHON = ".vllm/bin/python"
 STOP_SECONDS = 30.0
+PORT_SECONDS = 30.0
+"""The server of a run that was killed ends with it, but not at once: a resume waits this long for its port."""
 
 # What torchrun tells its ranks would make the server believe that it is one of them.
 _RANK_VARIABLES = (
@@ -84,8 +89,7 @@ class LaunchedServer:
 
     def start(self) -> None:
         """Starts the process; it answers much later."""
-        if (problem := _port_problem(self.port)) is not None:
-            raise LaunchError(f"port {self.port} on {HOST} cannot be used: {problem}; set engine.port to a free one")
+        _await_port(self.port)
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             with self.log.open("ab") as log:
@@ -139,11 +143,25 @@ class LaunchedServer:
             pass  # nothing of it is left
 
 
-def _port_problem(port: int) -> str | None:
+def _await_port(port: int) -> None:
+    """Returns when the port is free. Raises `LaunchError` if it cannot be used, or is still taken after PORT_SECONDS."""
+    deadline = time.monotonic() + PORT_SECONDS
+    is_told = False
+    while (problem := _port_problem(port)) is not None:
+        if problem.errno != errno.EADDRINUSE or time.monotonic() >= deadline:
+            why = problem.strerror or str(problem)
+            raise LaunchError(f"port {port} on {HOST} cannot be used: {why}; set engine.port to a free one")
+        if not is_told:
+            logger.info(f"port {port} is taken, maybe by the server of a run that was killed: waiting for it")
+            is_told = True
+        time.sleep(0.2)
+
+
+def _port_problem(port: int) -> OSError | None:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
         except OSError as error:
-            return error.strerror or str(error)
+            return error
     return None
