@@ -277,7 +277,8 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
     def _apply_scale(self, masters: Iterable[Tensor] | None = None) -> None:
         """Multiplies gradients by the clipping factor that is due; by default all that are."""
         for master in list(self._unscaled.values()) if masters is None else masters:
-            if self._unscaled.pop(id(master), None) is not None and master.grad is not None:
+            is_due = self._unscaled.pop(id(master), None) is not None
+            if is_due and self._scale is not None and master.grad is not None:
                 local_part(master.grad).mul_(self._scale)
         if not self._unscaled:
             self._scale = None
