@@ -150,6 +150,16 @@ def test_c8_steps_are_updates_whatever_the_accumulation(micro, tmp_path):
     assert metrics(run_dir)[-1] == metrics(whole)[-1]
 
 
+def test_m5_epochs_are_counted_in_samples_and_not_in_micro_steps(tmp_path):
+    """grad_accum 4, 10 samples an epoch, resumed at 10: each row's epoch is floor(samples before it / 10)."""
+    flags = [*TEN, "--max-steps=15"]
+    sft(tmp_path / "run", *flags, "--stop-step=10")
+    sft(tmp_path / "run", *flags, "--resume")
+    rows = metrics(tmp_path / "run")
+    assert [(row["step"], row["samples"]) for row in rows] == [(step, 4 * step) for step in range(1, 16)]
+    assert [row["epoch"] for row in rows] == [4 * (step - 1) // 10 for step in range(1, 16)]
+
+
 def test_c10_a_checkpoint_holds_what_the_next_step_begins_with(tmp_path):
     """step_3: counter 3, AdamW's step 3, the schedule's lr at 3, three batches seen, and the weights of step 4's forward."""
     import torch

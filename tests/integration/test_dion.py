@@ -163,7 +163,7 @@ def test_offload_modes_have_the_same_bits(max_norm):
 
 def flags(implementation: str, mode: str = "none") -> list[str]:
     return [
-        *("--optim.type", "muon", "--optim.lr", "0.02", "--optim.adamw-lr", "3e-3", "--val.interval", "0"),
+        *("--optim.type", "muon", "--optim.lr", "0.1", "--optim.adamw-lr", "0.02", "--val.interval", "0"),
         *("--ckpt.interval", "0", "--no-ckpt.export-weights", "--model.offload", mode, "--max-steps", "6"),
         *("--optim.implementation", implementation),
     ]
@@ -178,9 +178,9 @@ def test_a_checkpoint_of_one_resumes_under_the_other(first, then, tmp_path):
     expected, found = metrics(whole_run), metrics(run_dir)
     assert [row["step"] for row in found] == [row["step"] for row in expected]
     assert [row["lr"] for row in found] == [row["lr"] for row in expected]
-    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in expected], rel=2e-3)
+    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in expected], rel=5e-3)
     same = differences(checkpoint(whole_run, 6), checkpoint(run_dir, 6)) == ""
     assert same == (first == then)
     lost = tmp_path / "lost"  # what a lost momentum and counter would look like
     sft(lost, *flags(then), "--resume.dir", str(checkpoint(run_dir, 3)), "--ckpt.skip-optimizer")
-    assert metrics(lost)[-1]["loss"] != pytest.approx(expected[-1]["loss"], rel=2e-3)
+    assert metrics(lost)[-1]["loss"] != pytest.approx(expected[-1]["loss"], rel=2e-2)

@@ -75,6 +75,25 @@ def equal_bits(optimizer: str, dtype: torch.dtype, accumulate: int, replicate: i
     return norms
 
 
+def early_bits(optimizer: str, dtype: torch.dtype, replicate: int) -> None:
+    """Updates that begin in the backward pass, beside FSDP's own reductions."""
+    kwargs = {"dtype": dtype, "accumulate": 2, "replicate": replicate}
+    early, reference = make("full", optimizer, early=True, **kwargs), make("none", optimizer, **kwargs)
+    begun = []
+    for step in range(4):
+        early.backward()
+        begun.append(early.optimizer._early.begun)
+        early.clip(), early.optimizer.step(), early.optimizer.zero_grad()
+        early.step += 1
+        early.schedule.apply(early.step)
+        reference.train()
+        assert early.bits() == reference.bits(), f"step {step + 1}"
+        for name, parameter in early.model.named_parameters():
+            master = early.optimizer.masters.masters[name].to_local()
+            assert torch.equal(parameter.to_local(), master.to(dtype)), name
+    assert all(len(chunks) >= 2 for chunks in begun)
+
+
 def save_all(folder: str) -> dict[str, dict]:
     found = {}
     for mode in MODES:
@@ -191,6 +210,13 @@ def test_two_ranks_have_the_same_bits_in_all_modes(optimizer, dtype):
 def test_replicas_have_the_same_bits_in_all_modes():
     """HSDP: two replicas of one shard each."""
     run_on_ranks(equal_bits, 2, "adamw", torch.float32, 1, 2)
+
+
+@pytest.mark.parametrize("replicate", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_that_begin_in_the_backward_pass_have_the_same_bits(dtype, replicate):
+    for optimizer in ("adamw", "momentum"):
+        run_on_ranks(early_bits, 2, optimizer, dtype, replicate)
 
 
 def test_checkpoints_of_two_ranks_resume_in_every_mode(tmp_path):

@@ -1,12 +1,11 @@
 """`ckpt.skip_*`: what a resume leaves out, and that all the rest is there."""
 
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from support.runs import DEBUG, REPO, checkpoint, metrics, samples, sft
+from support.runs import checkpoint, metrics, opened, samples, sft
 from trainer.errors import CheckpointMismatch, ConfigError, LaunchError
 from trainer.optim.schedule import Schedule
 
@@ -19,21 +18,9 @@ def half(tmp_path_factory) -> Path:
     return run_dir
 
 
-@contextmanager
 def resumed(source: Path, run_dir: Path, *flags: str):
     """A run right after the load, before its first step."""
-    import os
-
-    from trainer.config.load import load_config
-    from trainer.config.run import SFTConfig
-    from trainer.sft.supply import supply
-    from trainer.train import setup
-    from trainer.train.cross_entropy import cross_entropy
-
-    os.chdir(REPO)
-    argv = [*DEBUG, "--output-dir", str(run_dir), "--resume.dir", str(source), *flags]
-    with setup.start(load_config(SFTConfig, argv), supply(cross_entropy)) as run:
-        yield run
+    return opened(run_dir, "--resume.dir", source, *flags)
 
 
 def counters(run) -> set[float]:
@@ -137,11 +124,12 @@ def test_skip_scheduler(half, tmp_path):
         sft(tmp_path / "long", "--resume.dir", half, "--scheduler.warmup-steps", "6", "--ckpt.skip-scheduler")
 
 
-def test_skip_scheduler_is_not_misled_by_the_lr_of_the_moment(tmp_path):
-    """Saved in the warmup, where the groups' lr is far below their peak."""
+@pytest.mark.parametrize("mode", ["none", "optimizer", "full"])
+def test_skip_scheduler_is_not_misled_by_the_lr_of_the_moment(mode, tmp_path):
+    """Saved in the warmup, where the groups' lr is far below their peak: 5e-5, never 5e-13."""
     warmup = ("--optim.lr", "5e-5", "--scheduler.warmup-steps", "8")
     sft(tmp_path / "run", *warmup, "--stop-step", "1", "--val.interval", "0")
-    constant = ("--scheduler.type", "constant", "--scheduler.warmup-steps", "0")
+    constant = ("--scheduler.type", "constant", "--scheduler.warmup-steps", "0", "--model.offload", mode)
     with resumed(tmp_path / "run", tmp_path / "b", *constant, "--ckpt.skip-scheduler") as run:
         assert [group["lr"] for group in run.optimizer.param_groups] == [5e-5, 5e-5]
 

@@ -166,8 +166,10 @@ class Run:
         schedule: Schedule | None = None,
         accumulate: int = 1,
         max_norm: float | None = None,
+        early: bool = False,
         **offload: Any,
     ):
+        """`early`: the update may begin in the step's last backward pass, where the mode can do that."""
         torch.manual_seed(seed)
         self.model = Net(dtype)
         if mesh is not None:
@@ -180,7 +182,7 @@ class Run:
                 module.set_force_sum_reduction_for_comms(True)
         self.model.to(device)
         self.device = device
-        self.accumulate, self.max_norm = accumulate, max_norm
+        self.accumulate, self.max_norm, self.early = accumulate, max_norm, early
         self.built: Offloaded = build_offload(
             mode,  # type: ignore[arg-type]
             FACTORIES[optimizer] if isinstance(optimizer, str) else optimizer,
@@ -214,8 +216,11 @@ class Run:
             yield x[rows].to(self.device), y[rows].to(self.device)
 
     def backward(self) -> None:
-        for x, y in self.micro_batches():
-            ((self.model(x) - y).square().sum() / 12).backward()
+        for micro_step, (x, y) in enumerate(self.micro_batches()):
+            loss = (self.model(x) - y).square().sum() / 12
+            if self.early and micro_step == self.accumulate - 1 and isinstance(self.optimizer, OffloadOptimizer):
+                self.optimizer.begin_update()
+            loss.backward()
 
     def clip(self, *, within_step: bool = False) -> Tensor:
         if isinstance(self.optimizer, OffloadOptimizer):
@@ -261,7 +266,7 @@ def _sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def clipped_update(optimizer: Optimizer, max_norm: float) -> None:
+def clipped_update(optimizer: Optimizer, max_norm: float | None) -> None:
     """Clips, steps and drops the gradients, as a training step does under any offload mode."""
     if isinstance(optimizer, OffloadOptimizer):
         optimizer.clip_gradients(max_norm)

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,21 @@ def _sft(argv: list[str]) -> None:
 
     os.chdir(REPO)  # the debug config's paths are relative to the repository
     run(load_config(SFTConfig, argv))
+
+
+@contextmanager
+def opened(run_dir: Path, *flags: str, loss: Any = None) -> Iterator[Any]:
+    """A fine-tuning run of the debug config before its first step, or right after the load. `loss`: in place of its own."""
+    from trainer.config.load import load_config
+    from trainer.config.run import SFTConfig
+    from trainer.sft.supply import supply
+    from trainer.train import setup
+    from trainer.train.cross_entropy import cross_entropy
+
+    os.chdir(REPO)
+    argv = [*DEBUG, "--output-dir", str(run_dir), *map(str, flags)]
+    with setup.start(load_config(SFTConfig, argv), supply(loss or cross_entropy)) as run:
+        yield run
 
 
 def rl(run_dir: Path, *flags: str, world_size: int = 1) -> None:

@@ -86,6 +86,39 @@ def test_lr_after_a_resume_in_the_warmup(tmp_path, mode):
     assert [group["lr"] for group in second.optimizer.param_groups] == [0.01, 0.01]
 
 
+CONTRACT = [
+    pytest.param(Schedule("linear", 200, warmup_steps=50, decay_steps=0), 60, 5e-5, id="after a warmup"),
+    pytest.param(Schedule("cosine", 200, warmup_steps=50), 60, 4.9453690e-5, id="cosine at 60"),
+    pytest.param(Schedule("cosine", 200), 140, 1.0305369e-5, id="cosine at 140"),
+    pytest.param(Schedule("linear", 200, decay_steps=100), 140, 2.9797980e-5, id="linear decay at 140"),
+]
+
+
+@pytest.mark.parametrize(("schedule", "step", "lr"), CONTRACT)
+@pytest.mark.parametrize("mode", MODES)
+def test_lr_of_a_peak_of_5e_5_after_a_resume(tmp_path, mode, schedule, step, lr):
+    """Never 5e-13, which is the warmup's start, and never the peak while it decays; it moves on from there."""
+
+    def make(seed: int) -> Run:
+        run = Run(mode, seed=seed, schedule=schedule, **options(mode))
+        for group in run.optimizer.param_groups:
+            group["initial_lr"] = 5e-5
+        run.schedule.apply(0)
+        return run
+
+    first = make(0)
+    first.step = step
+    first.schedule.apply(step)
+    save(first, tmp_path)
+    second = load(make(9), tmp_path)
+    for later in range(step, step + 5):
+        assert [group["lr"] for group in second.optimizer.param_groups] == [5e-5 * schedule.factor(later)] * 2
+        if later == step:
+            assert second.optimizer.param_groups[0]["lr"] == pytest.approx(lr, rel=1e-7)
+        second.train(), first.train()
+    assert second.bits() == first.bits()
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "group_step"])
 @pytest.mark.parametrize(("saved", "resumed"), PAIRS)
 def test_a_group_counter_of_60_is_61_after_the_next_step(tmp_path, saved, resumed, optimizer):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from support.offload import MODES, Run, adamw, groups_of, muon
+from support.offload import MODES, Run, adamw, groups_of, momentum, muon
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.config.train import CkptConfig, ResumeConfig
 from trainer.models.state import ModelState
@@ -191,6 +191,23 @@ def test_full_weights_follow_the_masters(factory, dtype):
             assert parameter.dtype == dtype and torch.equal(parameter.cpu(), master.to(dtype)), (seed, name)
     for (name, master), other in zip(built.weights.state_dict().items(), reference.parameters(), strict=True):
         assert torch.allclose(master, other.cpu(), atol=2e-2), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("factory", [adamw, momentum], ids=["adamw", "momentum"])
+def test_an_update_in_the_backward_pass_has_the_same_bits(factory, dtype):
+    (model, built), (reference, plain) = (wide("full", dtype, factory, chunk_bytes=9 * MIB) for _ in range(2))
+    for seed in range(10):
+        assert built.optimizer.begin_update()
+        backward(model, seed), backward(reference, seed)
+        assert len(built.optimizer._early.begun) == len(built.optimizer._chunks) > 4
+        norms = built.optimizer.clip_gradients(None), plain.optimizer.clip_gradients(None)
+        assert torch.equal(*norms)
+        built.optimizer.step(), plain.optimizer.step()
+        built.optimizer.zero_grad(), plain.optimizer.zero_grad()
+        for (name, weight), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert torch.equal(weight, other), (seed, name)
+            assert torch.equal(built.weights.state_dict()[name], plain.weights.state_dict()[name]), (seed, name)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from support.offload import FACTORIES, clipped_update
 from trainer.checkpoint.app_state import AppState
 from trainer.models.state import ModelState
+from trainer.optim.offload.base import OffloadOptimizer
 from trainer.optim.offload.build import build_offload
 from trainer.optim.offload.chunks import plan_chunks
 from trainer.optim.state import OptimizerState
@@ -19,13 +20,14 @@ SHAPES = [(3, 4), (4, 3), (3, 4), (7,), (1,), (2, 3), (5, 5)]
 
 
 class Layout:
-    """Which parameter is in which group, and what happens in each step."""
+    """Which parameter is in which group, and what happens in each step: who has a gradient, how many micro-steps there
+    are, and whether it is clipped or else the update may begin in the last backward pass."""
 
-    def __init__(self, members: list[int], present: list[list[bool]], accumulate: list[int]):
-        self.members, self.present, self.accumulate = members, present, accumulate
+    def __init__(self, members: list[int], present: list[list[bool]], accumulate: list[int], clipped: list[bool]):
+        self.members, self.present, self.accumulate, self.clipped = members, present, accumulate, clipped
 
     def __repr__(self) -> str:
-        return f"Layout({self.members}, {self.present}, {self.accumulate})"
+        return f"Layout({self.members}, {self.present}, {self.accumulate}, {self.clipped})"
 
 
 @st.composite
@@ -33,7 +35,8 @@ def layouts(draw: Any) -> Layout:
     steps = draw(st.integers(1, 4))
     members = [draw(st.integers(0, 2)) for _ in SHAPES]
     present = [[draw(st.booleans()) for _ in SHAPES] for _ in range(steps)]
-    return Layout(members, present, [draw(st.integers(1, 3)) for _ in range(steps)])
+    accumulate, clipped = ([draw(kind) for _ in range(steps)] for kind in (st.integers(1, 3), st.booleans()))
+    return Layout(members, present, accumulate, clipped)
 
 
 class Trained:
@@ -58,13 +61,16 @@ class Trained:
         self.app = AppState(model=built.weights, optimizer=OptimizerState(self.optimizer))
 
     def train(self, step: int) -> None:
-        for micro_step in range(self.layout.accumulate[step]):
+        clipped, count = self.layout.clipped[step], self.layout.accumulate[step]
+        for micro_step in range(count):
+            if micro_step == count - 1 and not clipped and isinstance(self.optimizer, OffloadOptimizer):
+                self.optimizer.begin_update()
             generator = torch.Generator().manual_seed(100 * step + micro_step)
             pairs = [(p, torch.randn(p.shape, generator=generator)) for p in self.model.parameters()]
             used = [(p * w).sum() for (p, w), here in zip(pairs, self.layout.present[step], strict=True) if here]
             if used:
                 torch.stack(used).sum().backward()
-        clipped_update(self.optimizer, max_norm=1.0)
+        clipped_update(self.optimizer, max_norm=1.0 if clipped else None)
 
     def bits(self) -> tuple[dict[str, list], dict]:
         state = self.app.state_dict()
@@ -86,7 +92,7 @@ class Trained:
 def vectors_are_elsewhere(layout: Layout) -> Layout:
     """Muon's group takes matrices only."""
     members = [g if len(shape) == 2 else max(g, 1) for g, shape in zip(layout.members, SHAPES, strict=True)]
-    return Layout(members, layout.present, layout.accumulate)
+    return Layout(members, layout.present, layout.accumulate, layout.clipped)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])

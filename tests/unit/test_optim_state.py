@@ -201,12 +201,15 @@ def test_overridden_entries_keep_the_configs_value():
     assert optimizer.param_groups[0]["eps"] == 1e-3
 
 
-def test_entry_that_the_checkpoint_lacks_keeps_its_live_value():
+def test_entry_that_the_checkpoint_lacks_keeps_its_live_value(monkeypatch):
+    lines = []
+    monkeypatch.setattr("trainer.optim.state.logger.info", lines.append)
     _, optimizer = make()
     saved = copy.deepcopy(OptimizerState(optimizer).state_dict())
     del saved["groups"][0]["entries"]["eps"]
     OptimizerState(optimizer).load_state_dict(saved)
     assert optimizer.param_groups[0]["eps"] == 1e-8
+    assert lines == ["group 'decay': the checkpoint lacks ['eps']; the config's values stay"]
 
 
 def test_muon_groups_are_told_by_module_types():

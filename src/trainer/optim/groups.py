@@ -12,11 +12,28 @@ from torch import Tensor
 
 from trainer.errors import CheckpointMismatch, TrainingError
 
-# What describes this process and its layout. It keeps the live run's value and is not written to checkpoints.
+# The entries of a group, and whose value a resumed run has. All that is not named here is RESTORED from the checkpoint,
+# whatever optimizer it belongs to.
 RUN_LOCAL = frozenset(
     {"params", "fused", "foreach", "capturable", "differentiable", "distributed_mesh_name", "param_names"}
 )
+"""What describes this process and its layout: keeps the live run's value and is not written to checkpoints."""
 IDENTITY = frozenset({"name"})
+OVERRIDABLE = {
+    "optim.lr": ("lr", "initial_lr"),
+    "optim.weight_decay": ("weight_decay",),
+    "optim.decay": ("weight_decay",),
+    "optim.betas": ("betas",),
+    "optim.eps": ("eps",),
+    "optim.momentum": ("momentum",),
+    "optim.adamw_lr": ("lr", "initial_lr"),
+    "optim.nesterov": ("nesterov",),
+    "optim.adjust_lr": ("adjust_lr",),
+    "optim.ns_coefficients": ("ns_coefficients",),
+    "optim.ns_steps": ("ns_steps",),
+}
+"""Config key -> the entries that it sets: restored, unless resume.override names the key."""
+
 _SHOWN = 12  # names of parameters in a line
 
 DECAYED: dict[str, frozenset[str]] = {

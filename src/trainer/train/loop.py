@@ -14,6 +14,7 @@ from trainer.core import device as devices
 from trainer.core.log import logger
 from trainer.data.batch import GlobalBatch
 from trainer.errors import TrainingError
+from trainer.optim.offload.base import OffloadOptimizer
 from trainer.train.pending import Row
 from trainer.train.run import Run
 from trainer.train.step import StepResult, train_step
@@ -90,6 +91,7 @@ def take_step(run: Run, batch: GlobalBatch) -> dict[str, float] | None:
         rank=run.world.rank,
         device=run.device,
         max_norm=run.config.optim.max_norm,
+        early=run.config.optim.on_nonfinite == "stop",
         done=done,
         loss_sum=loss_sum,
         pause=partial(_pause_cycle, run) if run.config.ckpt.on_signal == "now" else None,
@@ -130,9 +132,11 @@ def _pause_cycle(run: Run, micro_step: int, loss_sum: Tensor) -> bool:
 def _not_finite(run: Run, result: StepResult, step: int) -> None:
     found = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}"
     if run.config.optim.on_nonfinite == "stop":
+        is_torn = isinstance(run.optimizer, OffloadOptimizer) and run.optimizer.is_torn
+        weights = "are lost, as the update had begun" if is_torn else f"are those of step {step - 1}"
         raise TrainingError(
-            f"{found} is not finite; the weights are those of step {step - 1}. Lower optim.lr, look at this batch "
-            f"(data.log_ids), or leave such updates out with --optim.on-nonfinite skip"
+            f"{found} is not finite; the weights {weights}. Lower optim.lr, look at this batch (data.log_ids), or leave "
+            f"such updates out with --optim.on-nonfinite skip"
         )
     logger.warning(f"{found}: update skipped")
 

@@ -16,7 +16,7 @@ class Progress:
         supervised_tokens: those of them that had a label.
         samples: rows of global batches seen.
         documents: documents in those rows.
-        epoch: the epoch of the newest row, from 0.
+        epoch: the epoch of the newest batch's first row, from 0.
         skipped_updates: updates left out because a gradient was not finite.
     """
 

@@ -11,23 +11,9 @@ from trainer.config.kinds import KINDS, kind_of_tables
 from trainer.config.rules import check_schedule
 from trainer.config.run import RLConfig, RunConfig
 from trainer.errors import CheckpointMismatch
+from trainer.optim.groups import OVERRIDABLE
 
 C = TypeVar("C", bound=RunConfig)
-
-# Entries of the optimizer's live groups that an overridden config key stands for.
-GROUP_ENTRIES = {
-    "optim.lr": ("lr", "initial_lr"),
-    "optim.weight_decay": ("weight_decay",),
-    "optim.decay": ("weight_decay",),
-    "optim.betas": ("betas",),
-    "optim.eps": ("eps",),
-    "optim.momentum": ("momentum",),
-    "optim.adamw_lr": ("lr", "initial_lr"),
-    "optim.nesterov": ("nesterov",),
-    "optim.adjust_lr": ("adjust_lr",),
-    "optim.ns_coefficients": ("ns_coefficients",),
-    "optim.ns_steps": ("ns_steps",),
-}
 
 ORDER = ("data", "seed", "envs", "rl")
 """Config keys, and tables of them, that decide which samples come in which order."""
@@ -100,7 +86,7 @@ def plan(config: RunConfig, saved: Mapping[str, Any]) -> ResumePlan:
     override_data = {name for name in override if name.split(".")[0] in ORDER}
     if any(within(key, override) for key in DOCUMENTS):
         override_data.add("data.sources")
-    kept = [entry for key, entries in GROUP_ENTRIES.items() if within(key, override) for entry in entries]
+    kept = [entry for key, entries in OVERRIDABLE.items() if within(key, override) for entry in entries]
     return ResumePlan(
         differences=tuple(found),
         keep_group_entries=frozenset(kept),

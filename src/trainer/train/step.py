@@ -43,7 +43,7 @@ class StepResult:
     Attributes:
         loss: the summed loss over the batch's denominator (its supervised tokens), before the update.
         grad_norm: global L2 norm before clipping.
-        finite: both are finite; when not, no update was applied.
+        finite: both are finite; when not, no update was applied (but see `early` of `train_step`).
         measures: what the loss measured beside its value.
     """
 
@@ -69,6 +69,7 @@ def train_step(
     rank: int,
     device: torch.device,
     max_norm: float | None,
+    early: bool = False,
     done: int = 0,
     loss_sum: float = 0.0,
     pause: Pause | None = None,
@@ -80,6 +81,8 @@ def train_step(
 
     Args:
         step: updates done before this one; addresses the random draws.
+        early: the update may begin in the last backward pass (mode "full", without `max_norm`). A step that is not finite is
+            then in the weights in part, and its optimizer refuses to go on: for callers that end the run there.
         done: micro-steps of this cycle whose gradients are there already; they are left out.
         loss_sum: this rank's sum of losses over them.
 
@@ -93,9 +96,12 @@ def train_step(
             continue
         if pause is not None and micro_step > done and pause(micro_step, total):
             return None
-        _reduce_over_replicas(model, micro_step == len(batch.micro_batches) - 1)
+        is_last = micro_step == len(batch.micro_batches) - 1
+        _reduce_over_replicas(model, is_last)
         seed_micro_step(seed, step, micro_step, rank)
         loss, measured = _loss_of(loss_function(model, micro_batch.to(device)))
+        if is_last and early and max_norm is None and isinstance(optimizer, OffloadOptimizer):
+            optimizer.begin_update()
         (loss / denominator).backward()
         measures += measured
         total += loss.detach()

@@ -67,6 +67,11 @@ class OffloadOptimizer(Optimizer):
     def device_bytes(self) -> int:
         """Device memory held for offloading, on this rank."""
 
+    @property
+    def is_torn(self) -> bool:
+        """Whether a part of an update is in the weights, and the rest never will be; see `begin_update`."""
+        return False
+
     @abstractmethod
     def synchronize(self) -> None:
         """Returns when no copy is in flight any more: gradients, state and weights are where they belong."""
@@ -98,6 +103,10 @@ class OffloadOptimizer(Optimizer):
         for hook in list(self.inner._optimizer_step_post_hooks.values()):
             hook(self.inner, (), {})
         return loss
+
+    def begin_update(self) -> bool:
+        """Lets the update begin in the coming backward pass. Returns whether it will; only mode "full" can."""
+        return False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)

@@ -37,6 +37,7 @@ class HostGradients:
 
     Attributes:
         before_adding: called before a gradient is added to a sum.
+        on_arrival: called in backward for each gradient that has left, with its master and what still adds it up.
     """
 
     before_adding: Callable[[], object] = staticmethod(lambda: None)
@@ -60,6 +61,7 @@ class HostGradients:
         self._copies = copies
         self._free: SimpleQueue[Tensor] = SimpleQueue()
         self._pending: list[Future[None]] = []
+        self.on_arrival: Callable[[Tensor, list[Future[None]]], None] | None = None
         # One thread adds up, in the order of arrival: the device's queue must not wait for the host's arithmetic.
         self._adder = ThreadPoolExecutor(1, thread_name_prefix="gradients") if copies else None
         for _ in range(SLOTS if copies else 0):
@@ -116,18 +118,22 @@ class HostGradients:
         if not is_first:
             self.before_adding()
         target.master.grad = target.whole
+        additions: list[Future[None]] = []
         if self._copies and gradient.is_contiguous() and target.part.is_contiguous():
-            self._send(gradient.view(-1), target.part.view(-1), is_first)
+            additions = self._send(gradient.view(-1), target.part.view(-1), is_first)
         else:
             self.finish()  # what left earlier is added first
             _add(gradient.cpu(), target.part, is_first)
+        if self.on_arrival is not None:
+            self.on_arrival(target.master, additions)
 
-    def _send(self, gradient: Tensor, target: Tensor, is_first: bool) -> None:
+    def _send(self, gradient: Tensor, target: Tensor, is_first: bool) -> list[Future[None]]:
         self._lane.wait(self._lanes.current(self._device).mark())
         done = [future for future in self._pending if future.done()]
         for future in done:
             self._pending.remove(future)
             future.result()
+        additions: list[Future[None]] = []
         start, count = 0, gradient.numel()
         while start < count:
             slot = self._free.get()
@@ -137,8 +143,10 @@ class HostGradients:
             self._lane.run(lambda piece=piece, landed=landed: landed.copy_(piece, non_blocking=True))
             arrival = self._lane.mark()
             into = target[start : start + length]
-            self._pending.append(self._submit(self._receive, arrival, piece, landed, slot, into, is_first))
+            additions.append(self._submit(self._receive, arrival, piece, landed, slot, into, is_first))
+            self._pending.append(additions[-1])
             start += length
+        return additions
 
     def _submit(self, work: Callable[..., None], *arguments: Any) -> "Future[None]":
         assert self._adder is not None

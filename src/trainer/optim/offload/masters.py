@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.core.transfer import HostArena, Lanes, Mark
 from trainer.errors import TrainingError
-from trainer.optim.offload.tensors import around, local_part
+from trainer.optim.offload.tensors import around, bare_part, local_part
 
 SLOTS = 2
 SLOT_BYTES = 2**26
@@ -83,10 +83,15 @@ class HostMasters:
     # --- masters -> device ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def refresh(self, names: Iterable[str]) -> None:
-        """Queues the copies that make the named device weights their rounded masters."""
+    def refresh(self, names: Iterable[str], *, early: bool = False) -> None:
+        """Queues the copies that make the named device weights their rounded masters.
+
+        early: the computation goes on meanwhile. It has read these weights for the last time, and waits for the new ones
+            when `arrive` is called.
+        """
         names = [name for name in names if name not in self._shared]
-        self._lane.wait(self._lanes.current(self._device).mark())  # a forward may still read the old weights
+        if not early:
+            self._lane.wait(self._lanes.current(self._device).mark())  # a forward may still read the old weights
         for name in names:
             target, source = local_part(self.parameters[name]), local_part(self.masters[name])
             if not self._copies:
@@ -95,7 +100,8 @@ class HostMasters:
                 self._send(source.view(-1), target.view(-1))
             else:
                 self._lane.run(lambda target=target, source=source: target.copy_(source))
-        self._lanes.current(self._device).wait(self._lane.mark())
+        if not early:
+            self.arrive()
         self._see(names)
 
     @torch.no_grad()
@@ -118,17 +124,23 @@ class HostMasters:
         return places
 
     @torch.no_grad()
-    def send(self, staged: Mapping[str, Tensor]) -> None:
-        """Queues the copies of staged values to the device."""
+    def send(self, staged: Mapping[str, Tensor], *, early: bool = False) -> None:
+        """Queues the copies of staged values to the device; `early` as in `refresh`."""
         if self._copies and staged:
-            self._lane.wait(self._lanes.current(self._device).mark())
+            if not early:
+                self._lane.wait(self._lanes.current(self._device).mark())
             for name, values in staged.items():
                 target = local_part(self.parameters[name]).view(-1)
                 self._lane.run(lambda target=target, values=values: target.copy_(values, non_blocking=True))
             self._sent[self._next] = self._lane.mark()
             self._next = (self._next + 1) % SLOTS
-            self._lanes.current(self._device).wait(self._lane.mark())
+            if not early:
+                self.arrive()
         self._see(staged)
+
+    def arrive(self) -> None:
+        """Lets what is computed from here on see the weights of all copies queued so far."""
+        self._lanes.current(self._device).wait(self._lane.mark())
 
     def synchronize(self) -> None:
         """Returns when the weights have reached the device: masters may be written again."""
@@ -157,6 +169,12 @@ class HostMasters:
             if name not in self._shared:
                 local_part(master).copy_(local_part(self.parameters[name]))
         self._see()
+
+    def announce_write(self, names: Iterable[str]) -> None:
+        """Tells autograd that the named device weights are about to be written, by whatever means: a backward pass that
+        reads one of them later ends with its error instead of a wrong gradient."""
+        parameters = [self.parameters[name] for name in names]
+        torch.autograd.graph.increment_version([*parameters, *(bare_part(p) for p in parameters)])
 
     def check_unchanged(self) -> None:
         """Holds the device's weights against the masters where somebody else may have written to them.
