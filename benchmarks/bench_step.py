@@ -22,7 +22,7 @@ def run(options: Options) -> Result:
         with participants(workers, threads=max(options.threads)) as started:
             for threads in options.threads:
                 # Many short blocks of a short step: what disturbs the machine lasts longer than they do.
-                split = SHORT_BLOCKS if case.hidden_size < LARGE.hidden_size else 1
+                split = SHORT_BLOCKS if case.hidden_size < LARGE.hidden_size and not options.smoke else 1
                 blocks = interleave(
                     started,
                     threads=threads,
