@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from support import runs
-from support.runs import DEBUG, REPO, checkpoint, differences, metrics, read, samples, sft
+from support.runs import DEBUG, REPO, checkpoint, differences, metrics, output_of, read, samples, sft
 from trainer.checkpoint.discovery import Status, discover
 
 # Many quick steps, so that a signal never finds the run at its end.
@@ -35,15 +35,6 @@ def start_program(*command: str, **env: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
-
-
-def output_of(process: subprocess.Popen[str]) -> str:
-    """Returns what it printed, when it has ended."""
-    try:
-        return process.communicate(timeout=120)[0]
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 def only_state(run_dir: Path) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from support import runs
-from support.runs import DEBUG, REPO, checkpoint, differences, metrics, read, samples, sft
+from support.runs import DEBUG, REPO, checkpoint, differences, metrics, output_of, read, samples, sft
 
 SRUN = """#!/usr/bin/env bash
 while [ "${1#--}" != "$1" ]; do shift; done
@@ -61,14 +61,6 @@ def submit(place: Path, argv: list[str], restarts: int) -> subprocess.Popen[str]
         text=True,
         start_new_session=True,
     )
-
-
-def output_of(process: subprocess.Popen[str]) -> str:
-    try:
-        return process.communicate(timeout=180)[0]
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow

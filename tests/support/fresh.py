@@ -9,6 +9,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from support.pool import launcher_environment
+
 PRELOADED = ["support.preloaded"]
 
 
@@ -66,14 +68,7 @@ def _messages(receivers: list[Connection], timeout: float) -> list[str]:
 
 def _enter(sender: Any, rank: int, world_size: int, port: int, function: Callable[..., None], args: tuple) -> None:
     if world_size > 1:
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(world_size),
-            LOCAL_WORLD_SIZE=str(world_size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
+        os.environ.update(launcher_environment(rank, world_size, port))
     try:
         function(*args)
     except BaseException:

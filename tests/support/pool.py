@@ -90,16 +90,16 @@ def close_pools() -> None:
         _POOLS.popitem()[1].close()
 
 
-def _serve(pipe: Any, rank: int, world_size: int, port: int) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
+def launcher_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Returns what torchrun would set for this rank of one host."""
+    ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) | dict.fromkeys(
+        ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size)
     )
+    return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def _serve(pipe: Any, rank: int, world_size: int, port: int) -> None:
+    os.environ.update(launcher_environment(rank, world_size, port), OMP_NUM_THREADS="1")
     import torch
     import torch.distributed as dist
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -96,6 +97,15 @@ def start(*argv: str, nproc: int = 1, **env: str) -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+
+
+def output_of(process: subprocess.Popen[str], timeout: float = 180.0) -> str:
+    """Returns what a process with a session of its own printed, when it has ended."""
+    try:
+        return process.communicate(timeout=timeout)[0]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _command_line(argv: tuple[str, ...], nproc: int) -> list[str]:

@@ -34,3 +34,19 @@ class ScriptedGenerator:
             versions=[self.version] * len(ids),
             finish_reason="stop" if ids[-1] in sampling.stop_ids else "length",
         )
+
+
+class SilentGenerator:
+    """Serves a version, and generates nothing."""
+
+    def __init__(self, *, overlaps: bool):
+        self.overlaps, self.version = overlaps, -1
+
+    def update(self, version: int) -> None:
+        self.version = version
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass

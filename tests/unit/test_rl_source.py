@@ -1,17 +1,17 @@
 """Batches of groups over random saves and kills, generated ahead or not, with filters: none is lost, none comes twice."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from support.scripted import SilentGenerator
 from trainer.config.load import load_config
 from trainer.config.run import RLConfig
 from trainer.core.distributed import World
 from trainer.rl.source import RolloutSource
-from trainer.rl.types import Completion, Group, Request, Rollout, Sampling
+from trainer.rl.types import Group, Rollout
 
 FLAGS = (
     "--max-steps 9 --output-dir runs/x --model.name m --envs.0.name arithmetic --data.seq-len 64 --rl.max-new-tokens 8 "
@@ -19,22 +19,6 @@ FLAGS = (
 ).split()
 VLLM = ["--engine.type", "vllm", "--engine.launch"]
 STEPS = 10
-
-
-class Engine:
-    """Serves a version, and generates nothing."""
-
-    def __init__(self, overlaps: bool):
-        self.overlaps, self.version = overlaps, -1
-
-    def update(self, version: int) -> None:
-        self.version = version
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass
@@ -50,7 +34,7 @@ class Run:
     """Step -> (number, version) of the groups that it trained."""
 
     def start(self, state: dict | None = None) -> None:
-        engine = Engine(self.overlaps)
+        engine = SilentGenerator(overlaps=self.overlaps)
         flags = [
             *FLAGS,
             "--rl.prompts",

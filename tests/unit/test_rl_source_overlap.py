@@ -1,14 +1,13 @@
 """Generating ahead with an engine outside this process, which takes new weights while it generates."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
+from support.scripted import SilentGenerator
 from trainer.config.load import load_config
 from trainer.config.run import RLConfig
 from trainer.core.distributed import World
 from trainer.rl.source import RolloutSource
-from trainer.rl.types import Completion, Group, Request, Rollout, Sampling
+from trainer.rl.types import Group, Rollout
 
 FLAGS = (
     "--max-steps 9 --output-dir runs/x --model.name m --envs.0.name arithmetic --data.seq-len 64 --rl.max-new-tokens 8 "
@@ -16,24 +15,8 @@ FLAGS = (
 )
 
 
-class Outside:
-    overlaps = True
-
-    def __init__(self):
-        self.version = -1
-
-    def update(self, version: int) -> None:
-        self.version = version
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        pass
-
-
 def test_every_prompt_comes_once_and_no_token_is_older_than_allowed():
-    engine = Outside()
+    engine = SilentGenerator(overlaps=True)
     source = RolloutSource(load_config(RLConfig, FLAGS.split()).config, World(), order={}, keep=lambda group: None)
 
     def group(number: int) -> Group:
