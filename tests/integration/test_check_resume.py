@@ -77,6 +77,14 @@ def test_sigterm_and_another_number_of_processes(tmp_path):
     assert found["checkpoint_differences"] == []
 
 
+@pytest.mark.slow
+def test_a_measured_bound_hides_no_lost_optimizer():
+    flags = ("--steps", "6", "--at", "3", "--nproc", "2", "--resume-nproc", "1", "--json")
+    code, found, text = check(*flags, sabotage="skip:optimizer")
+    assert code == 1, text
+    assert found["verdict"] == "different" and found["measured_spread"] < 5e-5 and found["bound"] == 1e-4
+
+
 MUON = ("--optim.type", "muon", "--optim.lr", "0.02", "--optim.adamw-lr", "3e-3")
 
 
@@ -96,6 +104,7 @@ def test_muon_and_offload(more, mode):
     code, found, text = check("--steps", "6", "--at", "3", "--json", "--model.offload", mode, *more)
     assert code == 0, text
     assert found["verdict"] == ("within bound" if "--resume-nproc" in more else "exact")
+    assert (found["measured_spread"] is not None) == ("--resume-nproc" in more)
     assert found["checkpoint_differences"] == []
 
 

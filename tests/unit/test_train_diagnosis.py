@@ -1,11 +1,12 @@
 """What a difference between two runs is put down to: one made-up pair of runs for each cause."""
 
 import copy
+import math
 
 import pytest
 
 from trainer.checkpoint.diff import Difference
-from trainer.train.comparison import Bound, compare_rows
+from trainer.train.comparison import Bound, Distance, StateComparison, compare_rows, spread
 from trainer.train.diagnosis import Evidence, diagnose
 
 RESUMED_FROM = 3
@@ -161,3 +162,16 @@ class TestBound:
 
     def test_numbers_that_are_none_are_not_close(self):
         assert found(from_step("loss", 4, lambda step, value: float("nan")), bound=0.5) is not None
+
+
+def test_the_spread_is_that_of_the_number_furthest_apart():
+    a, b = rows(), copy.deepcopy(rows())
+    assert spread(compare_rows(a, b, Bound(math.inf), STEPS), StateComparison()) == 0.0
+    b[4]["loss"] *= 1 + 1e-3
+    b[6]["grad_norm"] *= 1 - 1e-2
+    b[7]["lr"] *= 2  # no bound allows that: a difference, not a distance
+    values = list(compare_rows(a, b, Bound(math.inf), STEPS))
+    assert spread(values, StateComparison()) == pytest.approx(1e-2)
+    assert [value.key for value in values if value.verdict == "different"] == ["lr"]
+    states = StateComparison(worst={"model": Distance("model.w", 0.5), "optimizer": Distance("optimizer.m", 0.1)})
+    assert spread(values, states) == 0.5

@@ -1,6 +1,7 @@
 """The runs behind ``trainer check resume``, and the comparison of what they leave."""
 
 import json
+import math
 import shutil
 import signal
 import tempfile
@@ -18,13 +19,15 @@ from trainer.errors import ConfigError
 if TYPE_CHECKING:
     from trainer.cli.check_report import Report
     from trainer.train.comparison import StateComparison, Value
-    from trainer.train.diagnosis import Diagnosis
+    from trainer.train.diagnosis import Diagnosis, Evidence
 
 LAUNCHER_SECONDS = 60.0  # what torchrun may take beyond the run's own ckpt.grace_seconds
 
 DEFAULT_STEPS = 10
 BOUNDS = {"float32": 1e-4, "bfloat16": 2e-2}
 """Relative distance that another order of additions may make over a few steps, by compute dtype."""
+SPREADS = 2.0
+"""A measured bound is this many times the distance that was measured: resumed runs lie less far, and at random."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Plan:
     nproc: int
     resume_nproc: int
     bound: float
+    measures: bool
+    """The bound may be measured where the resumed run is outside of it: by what the number of processes changes alone."""
     repeat: bool | None
     keep: str | None
 
@@ -70,6 +75,8 @@ class Result:
     diagnosis: "Diagnosis | None"
     repeated: bool
     """Whether the uninterrupted run was run twice."""
+    measured: float | None
+    """How far an uninterrupted run at the other number of processes lies from the first; None = none was run."""
     directory: Path | None
     """Where the runs are; None where they have been removed."""
 
@@ -84,6 +91,7 @@ class Result:
             "nproc": self.plan.nproc,
             "resume_nproc": self.plan.resume_nproc,
             "bound": self.plan.bound,
+            "measured_spread": self.measured,
             "values": len(self.values),
             "tensors": self.states.tensors,
             "what": diagnosis.what if diagnosis else None,
@@ -123,6 +131,7 @@ def make_plan(config: RunConfig, argv: Sequence[str], options: Options) -> Plan:
         nproc=options.nproc,
         resume_nproc=resume_nproc,
         bound=bound,
+        measures=bool(bound) and options.bound is None,
         repeat=options.repeat,
         keep=options.keep,
     )
@@ -218,26 +227,62 @@ class ResumeCheck:
     # -- the comparison ------------------------------------------------------------------------------------------------
 
     def _compare(self, interruption: Interruption) -> Result:
-        from trainer.train.comparison import Bound, compare_rows, compare_states, run_rows
-        from trainer.train.diagnosis import Evidence, diagnose
+        result = self._compared(self.plan, interruption)
+        measured = None
+        if result.diagnosis is not None and self.plan.measures:
+            measured = self._spread_of_processes()
+            if measured * SPREADS > self.plan.bound:
+                result = self._compared(replace(self.plan, bound=measured * SPREADS), interruption)
+        repeat = self.plan.repeat if self.plan.repeat is not None else result.diagnosis is not None
+        diagnosis = self._repeat(result) if repeat else result.diagnosis
+        directory = self.directory if diagnosis is not None or self.plan.keep else None
+        return replace(result, diagnosis=diagnosis, repeated=repeat, measured=measured, directory=directory)
 
-        plan, a, b = self.plan, self._run_dir("never-stopped"), self._run_dir("resumed")
-        rows = run_rows(a)
-        values = list(compare_rows(rows, run_rows(b), Bound(plan.bound), plan.steps))
-        superseded = run_rows(b, "metrics.superseded.jsonl")
+    def _compared(self, plan: Plan, interruption: Interruption) -> Result:
+        from trainer.train.comparison import Bound, compare_rows, compare_states, run_rows
+        from trainer.train.diagnosis import diagnose
+
+        a, b = self._run_dir("never-stopped"), self._run_dir("resumed")
+        values = list(compare_rows(run_rows(a), run_rows(b), Bound(plan.bound), plan.steps))
+        states = compare_states(a / self._last, b / self._last, Bound(plan.bound))
+        diagnosis = diagnose(self._evidence(interruption, values, states))
+        return Result(plan, interruption, values, states, diagnosis, repeated=False, measured=None, directory=None)
+
+    def _evidence(self, interruption: Interruption, values: "list[Value]", states: "StateComparison") -> "Evidence":
+        from trainer.train.comparison import Bound, compare_rows, run_rows
+        from trainer.train.diagnosis import Evidence
+
+        rows = run_rows(self._run_dir("never-stopped"))
+        superseded = run_rows(self._run_dir("resumed"), "metrics.superseded.jsonl")
         before = compare_rows(rows, superseded, Bound(), max(superseded, default=0))
         # The signal may have come between the row of a step and its sample ids: what is not there is no difference.
         before = [value for value in before if value.step in superseded and value.b is not None]
-        step_dir = f"checkpoints/step_{plan.steps:08d}"
-        states = compare_states(a / step_dir, b / step_dir, Bound(plan.bound))
-        evidence = Evidence(
+        return Evidence(
             interruption.resumed_from, values, before, rows, states.differences, loaded=interruption.checkpoint
         )
-        diagnosis = diagnose(evidence)
-        repeat = plan.repeat if plan.repeat is not None else diagnosis is not None
-        if repeat:
-            self._train("repeated", "never stopped, again", plan.nproc)
-            again = list(compare_rows(rows, run_rows(self._run_dir("repeated")), Bound(), plan.steps))
-            diagnosis = diagnose(replace(evidence, repeated=again))
-        directory = self.directory if diagnosis is not None or plan.keep else None
-        return Result(plan, interruption, values, states, diagnosis, repeat, directory)
+
+    def _repeat(self, result: Result) -> "Diagnosis | None":
+        """Runs the uninterrupted run again, and judges with what that shows."""
+        from trainer.train.comparison import Bound, compare_rows, run_rows
+        from trainer.train.diagnosis import diagnose
+
+        self._train("repeated", "never stopped, again", self.plan.nproc)
+        evidence = self._evidence(result.interruption, list(result.values), result.states)
+        again = compare_rows(evidence.uninterrupted, run_rows(self._run_dir("repeated")), Bound(), self.plan.steps)
+        return diagnose(replace(evidence, repeated=list(again)))
+
+    def _spread_of_processes(self) -> float:
+        """Returns how far a run that never stops comes to lie from the first one by the number of its processes alone.
+
+        With Muon that is far: it blows up directions in which a gradient is nothing but rounding.
+        """
+        from trainer.train.comparison import Bound, compare_rows, compare_states, run_rows, spread
+
+        self._train("other-processes", f"never stopped, on {self.plan.resume_nproc}", self.plan.resume_nproc)
+        a, b, any_distance = self._run_dir("never-stopped"), self._run_dir("other-processes"), Bound(math.inf)
+        values = compare_rows(run_rows(a), run_rows(b), any_distance, self.plan.steps)
+        return spread(values, compare_states(a / self._last, b / self._last, any_distance))
+
+    @property
+    def _last(self) -> str:
+        return f"checkpoints/step_{self.plan.steps:08d}"

@@ -3,7 +3,7 @@
 Reads what runs leave behind (metrics.jsonl, samples.jsonl, checkpoints); starts nothing and needs no torch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -127,6 +127,12 @@ def compare_states(a: Path, b: Path, bound: Bound) -> StateComparison:
         if owner not in result.worst or distance.relative > result.worst[owner].relative:
             result.worst[owner] = distance
     return result
+
+
+def spread(values: Iterable[Value], states: StateComparison) -> float:
+    """Returns the largest relative distance of values and tensors that are close and not equal; 0 = there is none."""
+    apart = [abs(value.a - value.b) / max(abs(value.a), abs(value.b)) for value in values if value.verdict == "close"]
+    return max([0.0, *apart, *(distance.relative for distance in states.worst.values())])
 
 
 def _distance(name: str, a: Contents, b: Contents) -> Distance | None:
