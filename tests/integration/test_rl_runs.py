@@ -225,7 +225,6 @@ def test_conversations_with_tools_train_the_models_turns_alone(lag, tmp_path, mo
 
 
 def test_a_task_of_reasoning_gym_by_its_name(tmp_path):
-    pytest.importorskip("reasoning_gym")
     task = ("--envs.0.name", "reasoning-gym:chain_sum", "--envs.0.args", '["partial=true"]', "--envs.1.weight", "1e-3")
     flags = (*SHORT, *task, "--max-steps", "3", "--data.seq-len", "128")
     rl(tmp_path / "a", *flags)

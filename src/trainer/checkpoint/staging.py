@@ -33,8 +33,8 @@ from trainer.checkpoint.paths import shard_name
 from trainer.checkpoint.tables import JSON_TENSOR
 from trainer.core import device as devices
 from trainer.core.distributed import gather_objects
-from trainer.core.files import PIECE_BYTES, huge_pages, xxh3_bytes
-from trainer.errors import CheckpointError
+from trainer.core.files import PIECE_BYTES, xxh3_bytes
+from trainer.errors import CheckpointError, LaunchError
 
 _COPY_BYTES = 16 << 20  # a thread's share at a time
 
@@ -329,15 +329,9 @@ def _device_of(tensors: Any) -> torch.device:
 
 def _allocate(size_bytes: int, device: torch.device) -> Tensor:
     """Returns host memory that begins at a page: uint8 [size_bytes]."""
-    if device.type != "cpu":
-        memory = devices.host_buffer(size_bytes + mmap.PAGESIZE, device)
-        shift = -memory.data_ptr() % mmap.PAGESIZE
-        return memory[shift : shift + size_bytes]
     try:
-        pages = huge_pages(size_bytes)
-    except OSError as error:
-        raise CheckpointError(
-            f"this host has no {size_bytes / 2**30:.1f} GiB of free memory for a copy of the state; "
-            "save without one (--ckpt.no-async)"
-        ) from error
-    return torch.frombuffer(pages, dtype=torch.uint8)
+        memory = devices.host_buffer(size_bytes + mmap.PAGESIZE, device)
+    except LaunchError as error:
+        raise CheckpointError(f"{error}; a copy of the state wants it: save without one (--ckpt.no-async)") from error
+    shift = -memory.data_ptr() % mmap.PAGESIZE
+    return memory[shift : shift + size_bytes]

@@ -105,7 +105,7 @@ class FileStream:
 class DirectPieces:
     """The bytes of a file front to back, read past the page cache (O_DIRECT) by two threads, some pieces ahead.
 
-    The disk is faster so (1.7 GB/s where reads through the page cache made 1.4), and the copy out of the cache is saved.
+    The disk is faster so (`python -m benchmarks checkpoint`), and the copy out of the cache is saved.
     """
 
     _THREADS = 2

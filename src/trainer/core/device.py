@@ -102,7 +102,7 @@ def host_buffer(size_bytes: int, device: "torch.device") -> "torch.Tensor":
         else:
             buffer = torch.frombuffer(huge_pages(size_bytes), dtype=torch.uint8)
     except (RuntimeError, OSError) as error:
-        raise LaunchError(f"this host has no {size_bytes / 2**30:.1f} GiB of free memory for offloading") from error
+        raise LaunchError(f"this host has no {size_bytes / 2**30:.1f} GiB of free memory") from error
     if device.type == "cuda" and size_bytes:
         _lock_pages(buffer)
     return buffer

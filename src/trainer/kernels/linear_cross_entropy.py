@@ -18,8 +18,8 @@ than the matrix products (measured at V = 131072, D = 512: 0.83 of the full loss
 _CACHE_BYTES = 2**20
 """On CPU the softmax goes over this much of a chunk at a time: its passes then hit the cache, not memory (1.5 times as fast)."""
 _SHAPE_ROWS = 64
-"""On CPU a product in half precision is compiled for each new shape (oneDNN: 19 ms where the product takes 1.3 ms, [459, 64] by
-[64, 8192]), and every batch has another number of supervised tokens: rows are filled up to a multiple of this many."""
+"""On CPU a product in half precision is compiled for each new shape (oneDNN), which takes many times as long as the product of a
+small model, and every batch has another number of supervised tokens: rows are filled up to a multiple of this many."""
 _TILE_ROWS = 8192
 """Rows of the weight gradient computed at once where its products are not in the accumulation dtype."""
 

@@ -62,8 +62,8 @@ static inline __attribute__((always_inline)) void piece(const Tensor *t, float f
         LOOP(BODY, )
 }
 
-/* A block is four cache lines of each float array. Asking for the block AHEAD elements further on saves a seventh of the
- * time: the processor's own prefetching stops at the end of each page, and four arrays end theirs at once. */
+/* A block is four cache lines of each float array. Asking for the block AHEAD elements further on saves time
+ * (`python -m benchmarks offload`): the processor's own prefetching stops at the end of each page, and four arrays end theirs at once. */
 enum { BLOCK = 64, LINE = 16, AHEAD = 512 };
 
 static inline __attribute__((always_inline)) void fetch(const Tensor *t, int64_t first) {
