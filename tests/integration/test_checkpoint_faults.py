@@ -11,22 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from support.faults import Fault, FaultSuite, tally
+from support.faults import STEPS, Fault, FaultSuite, tally
 
 
 @pytest.fixture(scope="module")
 def suites():
-    """(world size, background) -> suite; made when first wanted, in memory, where an fsync costs nothing."""
-    made: dict[tuple[int, bool], FaultSuite] = {}
+    """(world size, background, step) -> suite; made when first wanted, in memory, where an fsync costs nothing."""
+    made: dict[tuple[int, bool, int], FaultSuite] = {}
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as place:
 
-        def get(world_size: int, background: bool) -> FaultSuite:
-            if (world_size, background) not in made:
-                folder = Path(place) / f"{world_size}-{background}"
+        def get(world_size: int, background: bool, step: int = STEPS - 1) -> FaultSuite:
+            key = (world_size, background, step)
+            if key not in made:
+                folder = Path(place) / "-".join(map(str, key))
                 folder.mkdir()
-                made[world_size, background] = FaultSuite(folder, world_size=world_size, background=background)
-            return made[world_size, background]
+                made[key] = FaultSuite(folder, world_size=world_size, background=background, step=step)
+            return made[key]
 
         yield get
 
@@ -58,14 +59,21 @@ def test_some_points_on_two_ranks(suites):
     assert suite.check(pick(faults, "fail", "fsync rank_00001", rank=1)) == "failed"
 
 
+def test_a_death_between_the_last_commit_and_the_removal_of_the_one_before_it(suites):
+    """The resumed run has nothing to train and to write, and still keeps no more than it was told to."""
+    suite = suites(1, False, STEPS)
+    assert suite.check(pick(suite.faults(), "kill", "rename step_00000003")) == "killed"
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("step", [STEPS - 1, STEPS])
 @pytest.mark.parametrize("world_size", [1, 2])
 @BACKGROUND
-def test_e1_e2_e4_e16_every_point(suites, world_size, background, capsys):
-    suite = suites(world_size, background)
+def test_e1_e2_e4_e16_every_point(suites, world_size, background, step, capsys):
+    suite = suites(world_size, background, step)
     faults = suite.faults()
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // world_size)) as pool:
         endings = list(pool.map(suite.check, faults))
     with capsys.disabled():
-        print(f"\n{world_size} ranks, {'async' if background else 'sync'}: {tally(endings)}")
+        print(f"\n{world_size} ranks, {'async' if background else 'sync'}, step {step} of {STEPS}: {tally(endings)}")
     assert {"killed", "failed", "went on"} == set(endings)

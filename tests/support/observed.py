@@ -6,6 +6,7 @@ In a module of its own: a new process that runs one imports this and nothing of 
 import hashlib
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ def observed(run_dir: Path, log: Path, argv: list[str], save_at: int | None = No
 
     save_at: saves after this step, and kills the process when the next one is to begin.
     """
-    from trainer.core.distributed import barrier
     from trainer.train import loop
 
     begin, take_step = loop._begin, loop.take_step
@@ -30,8 +30,7 @@ def observed(run_dir: Path, log: Path, argv: list[str], save_at: int | None = No
 
     def observed_step(run: Any, batch: Any) -> Any:
         if run.progress.step == save_at:
-            barrier()
-            os.kill(os.getpid(), signal.SIGKILL)
+            _die_together(log, run.world)
         row = take_step(run, batch)
         with log.with_suffix(f".{run.world.rank}").open("a") as file:
             file.write(f"{run.progress.step} {os.getpid()} {digest(run)}\n")
@@ -39,6 +38,14 @@ def observed(run_dir: Path, log: Path, argv: list[str], save_at: int | None = No
 
     loop._begin, loop.take_step = observed_begin, observed_step
     sft(run_dir, *argv, *(("--ckpt.at", save_at) if save_at else ()))
+
+
+def _die_together(log: Path, world: Any) -> None:
+    """Kills this process once every rank is about to do so: none may still be waiting for what another one sends."""
+    log.with_suffix(f".{world.rank}.dying").touch()
+    while not all(log.with_suffix(f".{rank}.dying").exists() for rank in range(world.size)):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def digest(run: Any) -> str:

@@ -1,5 +1,7 @@
 """What a run imports by and by, imported at once: for the server that `fresh` forks new processes from."""
 
+import gc
+
 import pytest
 import torch._dynamo
 import torch.distributed._composable.fsdp
@@ -11,3 +13,6 @@ import trainer.sft.train
 import trainer.train.loop
 
 __all__ = ["AutoTokenizer", "LlamaConfig", "PreTrainedTokenizerFast", "pytest", "support", "torch", "trainer"]
+
+gc.collect()
+gc.freeze()  # a collection in a forked process looks at its own objects alone, and copies no page of the rest

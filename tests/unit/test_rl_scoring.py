@@ -121,9 +121,7 @@ def test_a_signal_to_the_group_does_not_reach_the_worker(scorer):
 
 def test_a_process_that_was_killed_in_between_costs_no_sample(scorer):
     pid = int(scorer.score([conversation("pid")])[0].reward)
-    os.kill(pid, signal.SIGKILL)
-    stat = Path(f"/proc/{pid}/stat")  # the state comes after the name; without a command line it may still be ending
-    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z", "the scoring process lives on")
+    os.kill(pid, signal.SIGKILL)  # it may be ending still while it is asked
     assert scorer.score([conversation("pid")])[0].reward not in (None, pid)
 
 

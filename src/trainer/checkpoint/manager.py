@@ -68,6 +68,7 @@ class CheckpointManager:
         # The checkpoint that holds the state as of now, if there is one; its micro-step; and what is pending in it.
         self._on_disk: tuple[Path, int, Mapping[str, Any] | None] | None = None
         self._tidied = False
+        self._retained = True  # false after a load: a crash may have come between that commit and the removals after it
 
     def due(self, step: int, max_steps: int) -> bool:
         """Whether a checkpoint is due after `step` updates: each `ckpt.interval`, `ckpt.at`, and the end."""
@@ -92,7 +93,8 @@ class CheckpointManager:
         With `ckpt.async` it returns as soon as the state is copied; the checkpoint is there when `wait` returns, or
         `poll` or the next save find it done. One save at a time: a second one waits for the first.
 
-        The step that was last saved or loaded, and so is on disk as it is in memory, is not written again.
+        The step that was last saved or loaded, and so is on disk as it is in memory, is not written again; what a crash
+        after its commit left for retention to remove is removed.
 
         resumable, reason: a state to look at and not to go on from, and why. One whose weights are not finite never is
             resumable.
@@ -105,6 +107,9 @@ class CheckpointManager:
         """
         final = self.store.directory / step_name(step)
         if self._is_on_disk(final, pending):
+            if not self._retained:
+                on_main(self._apply_retention)
+                self._retained = True
             return final
         self.wait()
         self._tidy_once()
@@ -139,6 +144,7 @@ class CheckpointManager:
         else:
             write(None)
         self._on_disk = (final, micro_step, pending) if resumable else None
+        self._retained = True
         return final
 
     def _description(self) -> Mapping[str, Any]:
@@ -338,6 +344,7 @@ class CheckpointManager:
         self._parent = checkpoint.manifest.parent
         manifest = checkpoint.manifest
         self._on_disk = None if skip else (checkpoint.path, manifest.micro_step, manifest.pending)
+        self._retained = False
         on_main(self._supersede, checkpoint.step)
 
     def _supersede(self, step: int) -> None:

@@ -23,6 +23,8 @@ from trainer.config.rl import EnvConfig
 from trainer.core.signals import ignore_in_worker
 from trainer.rl.envs import Environment, Score, as_messages, load_environment
 
+TAKEN = b"taken"
+"""Sent before a request is worked on; its answer follows."""
 _PARENT_SECONDS = 0.5  # how often to look whether the parent still lives
 
 
@@ -77,7 +79,8 @@ def serve(descriptor: int, parent: int) -> None:
     while True:
         try:
             request = connection.recv_bytes()
-        except EOFError:
+            connection.send_bytes(TAKEN)  # from here on, an end of this process is this request's doing
+        except (EOFError, OSError):
             return
         reply = _handle(environments, request)
         sys.stdout.flush()

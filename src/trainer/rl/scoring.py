@@ -112,6 +112,10 @@ class _Gone(Exception):
     """The scoring process does not answer, and why."""
 
 
+class _GoneBefore(_Gone):
+    """It ended before it took the request."""
+
+
 class _Worker:
     """The scoring process: started when it is first needed, and again after it had to be killed."""
 
@@ -128,21 +132,25 @@ class _Worker:
         Raises:
             TrainingError: the environment cannot be loaded there, although it could be here.
         """
+        was_there = self._process is not None
+        request = {"task": task, "env": prompt.env, "info": prompt.info, "messages": messages}
         try:
             self._load(loaded)
-        except _Gone as gone:
-            self.close()
-            if loaded.position not in self._worked:
-                raise TrainingError(
-                    f"the scoring process cannot load environment {loaded.config.name!r} (envs.{loaded.position}): {gone}"
-                ) from None
-            return {"error": f"the scoring process could not load the environment again: {gone}"}
-        try:
-            request = {"task": task, "env": prompt.env, "info": prompt.info, "messages": messages}
             return self._exchange(request, loaded.config.score_seconds)
         except _Gone as gone:
+            has_loaded = loaded.position in self._loaded
             self.close()
-            return {"error": f"{task}() {gone}"}
+            if was_there and isinstance(
+                gone, _GoneBefore
+            ):  # nobody was asking it anything: this sample is not to blame
+                return self.ask(loaded, task, prompt, messages)
+            if has_loaded:
+                return {"error": f"{task}() {gone}"}
+            if loaded.position in self._worked:
+                return {"error": f"the scoring process could not load the environment again: {gone}"}
+            raise TrainingError(
+                f"the scoring process cannot load environment {loaded.config.name!r} (envs.{loaded.position}): {gone}"
+            ) from None
 
     def close(self) -> None:
         """Kills the process and everything it has started."""
@@ -158,8 +166,6 @@ class _Worker:
         self._loaded.clear()
 
     def _load(self, loaded: LoadedEnvironment) -> None:
-        if self._process is not None and self._process.poll() is not None:
-            self.close()  # it ended while nobody asked it anything; the next sample is not to blame
         if loaded.position in self._loaded:
             return
         if self._process is None:
@@ -186,14 +192,21 @@ class _Worker:
         theirs.close()
 
     def _exchange(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
-        assert self._connection is not None and self._process is not None
+        kind = _GoneBefore
         try:
+            assert self._connection is not None
             self._connection.send_bytes(json.dumps(request).encode())
-            if not self._connection.poll(timeout_seconds):
-                raise _Gone(f"gave no answer within {timeout_seconds:g} s")
-            return json.loads(self._connection.recv_bytes())
+            self._receive(timeout_seconds)  # score_worker.TAKEN
+            kind = _Gone
+            return json.loads(self._receive(timeout_seconds))
         except (EOFError, OSError):
-            raise _Gone(f"ended the scoring process ({self._end()})") from None
+            raise kind(f"ended the scoring process ({self._end()})") from None
+
+    def _receive(self, timeout_seconds: float) -> bytes:
+        assert self._connection is not None
+        if not self._connection.poll(timeout_seconds):
+            raise _Gone(f"gave no answer within {timeout_seconds:g} s")
+        return self._connection.recv_bytes()
 
     def _end(self) -> str:
         """How the process ended, whose connection is closed."""
