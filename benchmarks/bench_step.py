@@ -7,7 +7,7 @@ from benchmarks.results import Result, Target
 
 OVERHEAD_BOUND = 0.97
 FULL_LOGITS_BOUND = 1.1
-SHORT_BLOCKS = 16
+SHORT_BLOCKS, LEAD_IN_STEPS = 8, 3
 
 
 def run(options: Options) -> Result:
@@ -22,13 +22,15 @@ def run(options: Options) -> Result:
         with participants(workers, threads=max(options.threads)) as started:
             for threads in options.threads:
                 # Many short blocks of a short step: what disturbs the machine lasts longer than they do.
-                split = SHORT_BLOCKS if case.hidden_size < LARGE.hidden_size and not options.smoke else 1
+                is_short = case.hidden_size < LARGE.hidden_size and not options.smoke
+                split = SHORT_BLOCKS if is_short else 1
                 blocks = interleave(
                     started,
                     threads=threads,
                     rounds=options.rounds * split,
                     block_seconds=options.block_seconds * 2 / split,
                     equal_steps=True,
+                    lead_in_steps=LEAD_IN_STEPS if is_short else 0,
                 )
                 bare, full = (
                     compare_fastest(blocks["ours"], blocks[name]) for name in ("bare chunked", "bare full logits")

@@ -141,13 +141,21 @@ def participants(workers: Mapping[str, Sequence[str]], *, threads: int) -> Itera
 
 
 def interleave(
-    participants: Sequence[Participant], *, threads: int, rounds: int, block_seconds: float, equal_steps: bool = False
+    participants: Sequence[Participant],
+    *,
+    threads: int,
+    rounds: int,
+    block_seconds: float,
+    equal_steps: bool = False,
+    lead_in_steps: int = 0,
 ) -> dict[str, list[Block]]:
     """Returns `rounds` blocks of each participant, in the order in which they were measured.
 
     Args:
         block_seconds: length of a block, from which the number of steps follows after a warm-up; 0 = one step.
         equal_steps: give all blocks the same number of steps, for participants that do the same work.
+        lead_in_steps: steps before each block that are not measured. While a participant waits, the others fill the
+            caches; a step of milliseconds is then slower by what no loop that runs on ever sees.
     """
     steps = {participant.name: _steps(participant, threads, block_seconds) for participant in participants}
     if equal_steps:
@@ -155,6 +163,8 @@ def interleave(
     blocks: dict[str, list[Block]] = {participant.name: [] for participant in participants}
     for number in range(rounds):
         for participant in participants if number % 2 == 0 else reversed(participants):
+            if lead_in_steps:
+                participant.block(lead_in_steps, threads)
             blocks[participant.name].append(participant.block(steps[participant.name], threads))
     return blocks
 
