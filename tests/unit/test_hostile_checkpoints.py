@@ -208,10 +208,17 @@ def test_chunks_that_cover_an_element_twice(step_dir, capsys):
 
 
 def test_a_table_of_countless_chunks_costs_no_hours():
-    """100,000 columns of one row block would be five billion comparisons."""
-    chunks = [Chunk((0, column), (4, 1), "rank_00000.safetensors", 16 * column, 16) for column in range(100_000)]
-    assert overlap(chunks)
-    assert not overlap(chunks[:2000])
+    """100,000 steps of a staircase, each as wide as all of it, would be five billion comparisons."""
+
+    def chunk(row: int, column: int, rows: int) -> Chunk:
+        return Chunk((row, column), (rows, 1), "rank_00000.safetensors", 0, 4 * rows)
+
+    count = 100_000
+    assert overlap([chunk(step, 2 * step, count) for step in range(count)])
+    assert not overlap([chunk(step, 2 * step, 500) for step in range(500)])
+    assert not overlap([chunk(0, column, 4) for column in range(count)])
+    assert not overlap([chunk(row, 0, 1) for row in range(count)])
+    assert overlap([chunk(0, column, 4) for column in range(count)] + [chunk(3, count // 2, 1)])
 
 
 @pytest.mark.parametrize("depth", [150, 100_000])

@@ -21,7 +21,7 @@ from trainer.errors import CheckpointError, CorruptCheckpoint
 LAYOUT_FORMAT = 1
 ALIGNMENT_BYTES = 4096  # where the data of a file starts; entries follow by falling element size, so each is aligned
 
-_MAX_COMPARISONS = 10_000_000  # of chunks of one tensor; 4,000 ranks that shard columns need 8 million
+_MAX_COMPARISONS = 2_500_000  # of chunks of one tensor; a mesh of 128 x 128 ranks needs 2.1 million
 
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
@@ -208,17 +208,19 @@ def _numbers(value: Any, where: str) -> tuple[int, ...]:
 
 
 def overlap(chunks: Sequence[Chunk]) -> bool:
-    """Whether two chunks share an element; sorted by the first dimension, so that shards of rows cost n log n.
+    """Whether two chunks share an element; swept along the dimension that is cut the most, so that shards cost n log n.
 
     Chunks that cost more comparisons than any mesh of ranks makes count as overlapping: a table must not cost hours.
     """
     comparisons = 0
-    boxes = sorted((chunk for chunk in chunks if chunk.size_bytes), key=lambda chunk: chunk.offsets)
+    boxes = [chunk for chunk in chunks if chunk.size_bytes]
+    if not boxes or not boxes[0].offsets:
+        return len(boxes) > 1
+    axis = max(range(len(boxes[0].offsets)), key=lambda axis: len({box.offsets[axis] for box in boxes}))
+    boxes.sort(key=lambda box: box.offsets[axis])
     open_boxes: list[Chunk] = []
     for box in boxes:
-        if not box.offsets:
-            return len(boxes) > 1
-        open_boxes = [other for other in open_boxes if other.offsets[0] + other.sizes[0] > box.offsets[0]]
+        open_boxes = [other for other in open_boxes if other.offsets[axis] + other.sizes[axis] > box.offsets[axis]]
         comparisons += len(open_boxes)
         if comparisons > _MAX_COMPARISONS:
             return True
