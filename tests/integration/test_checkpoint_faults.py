@@ -66,8 +66,7 @@ def test_a_death_between_the_last_commit_and_the_removal_of_the_one_before_it(su
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [STEPS - 1, STEPS])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "step"), [(1, STEPS - 1), (2, STEPS - 1), (1, STEPS)])
 @BACKGROUND
 def test_e1_e2_e4_e16_every_point(suites, world_size, background, step, capsys):
     suite = suites(world_size, background, step)

@@ -235,3 +235,16 @@ def test_a_log_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "cannot open the log file" in done.stdout
     assert "rank_0.log" in done.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_a_log_file_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "rank_0.log").symlink_to("/dev/full")
+    code = (
+        f"from trainer.core.log import logger, setup_logging\nsetup_logging('info', {str(tmp_path)!r})\n"
+        "for number in range(3):\n    logger.info('line {}', number)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    said = [line for line in done.stderr.splitlines() if " line " not in line]
+    assert said == [f"WARNING lines are missing in {tmp_path / 'rank_0.log'}: No space left on device"]
+    assert len(done.stderr.splitlines()) == 4

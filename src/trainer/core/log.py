@@ -13,6 +13,7 @@ datasets, ...) take the same two ways.
 import logging
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 from loguru import logger
@@ -49,7 +50,7 @@ def setup_logging(level: str = "info", log_dir: Path | str | None = None, rank: 
         path = Path(log_dir) / f"rank_{rank}.log"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            logger.add(path, level="DEBUG", format=_FILE_FORMAT, mode="a", encoding="utf-8", diagnose=False)
+            logger.add(_LogFile(path), level="DEBUG", format=_FILE_FORMAT, diagnose=False)
         except OSError as error:
             raise LaunchError(f"cannot open the log file {path}: {error.strerror}; is output_dir writable?") from error
     _route_standard_logging()
@@ -66,6 +67,30 @@ def _write_to_stderr(message: str) -> None:
     if sys.stderr is not None:
         sys.stderr.write(message)
         sys.stderr.flush()
+
+
+class _LogFile:
+    """Appends to a file. Where it cannot, because the disk is full, it says so once: a run does not end for its log."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._failed = False
+
+    def write(self, message: str) -> None:
+        self._guarded(lambda: self._file.write(message))
+
+    def stop(self) -> None:
+        """Loguru calls this when the route is taken away."""
+        self._guarded(self._file.close)
+
+    def _guarded(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                _write_to_stderr(f"WARNING lines are missing in {self._path}: {error.strerror}\n")
 
 
 class _ToLoguru(logging.Handler):
