@@ -12,7 +12,19 @@ from benchmarks.harness import wait_for_quiet
 from benchmarks.options import Options
 from benchmarks.results import ROOT, Result
 
-NAMES = ("startup", "packing", "loss", "rollout", "grpo", "step", "muon", "offload", "checkpoint", "peers")
+NAMES = (
+    "startup",
+    "packing",
+    "loss",
+    "rollout",
+    "grpo",
+    "publication",
+    "step",
+    "muon",
+    "offload",
+    "checkpoint",
+    "peers",
+)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -337,6 +337,28 @@ def _grpo(result: dict[str, Any]) -> str:
     )
 
 
+def _publication(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            f"`{case['case']}`",
+            f"{case['weights_bytes'] / 2**20:.1f}",
+            f"{case['seconds_to_write']:.3f}",
+            f"{case['seconds_of_a_plain_write']:.3f}",
+            f"{case['seconds_until_served']:.3f}" if "seconds_until_served" in case else "–",
+        ]
+        for case in result["cases"]
+    ]
+    vllm = result["settings"]["vllm"]
+    server = f"vLLM {vllm} on the same CPU" if vllm else "none was there (`make vllm`)"
+    return (
+        "## New weights for a vLLM server\n\n"
+        "Writing the weights as safetensors, a plain write with fsync of as many bytes, and the whole of it, until the server "
+        f"answers\nwith them. The server: {server}.\n\n"
+        + table(("model", "MiB", "written, seconds", "plain write, seconds", "served, seconds"), rows)
+        + f"\n{provenance(result)}"
+    )
+
+
 def _offload(result: dict[str, Any]) -> str:
     rows = [
         [
@@ -374,6 +396,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "muon": _muon,
     "offload": _offload,
     "grpo": _grpo,
+    "publication": _publication,
     "startup": _startup,
     "checkpoint": _checkpoint,
 }

@@ -132,6 +132,7 @@ def test_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]):
         pytest.param("checkpoint", marks=pytest.mark.slow),
         pytest.param("rollout", marks=pytest.mark.slow),
         pytest.param("grpo", marks=pytest.mark.slow),
+        pytest.param("publication", marks=pytest.mark.slow),
         pytest.param("loss", marks=pytest.mark.slow),
         pytest.param("peers", marks=pytest.mark.slow),
     ],
