@@ -17,7 +17,7 @@ class OptimConfig(Section):
     lr: PositiveFloat = 1e-5
     """Peak learning rate; for Muon, of its matrices."""
     weight_decay: NonNegativeFloat = 0.01
-    """Decoupled decay of what `decay` names."""
+    """Decay of what `decay` names: decoupled from the gradient, but for "sgd", which adds it to the gradient as torch's does."""
     decay: Literal["matrices", "weights", "all"] = "matrices"
     """What decays: "matrices" and the output head; "weights" = embeddings too (as the Hugging Face Trainer does); or
     "all", norms and biases too."""

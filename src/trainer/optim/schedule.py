@@ -73,10 +73,22 @@ class Schedule:
 class ScheduleState:
     """Owns the run's schedule and writes lr into live param groups; keeps no position of its own."""
 
-    def __init__(self, schedule: Schedule, groups: Iterable[dict[str, Any]], *, overridden: bool = False):
-        """`overridden`: keep this schedule when a checkpoint is loaded (resume.override names the scheduler)."""
+    def __init__(
+        self,
+        schedule: Schedule,
+        groups: Iterable[dict[str, Any]],
+        *,
+        overridden: bool = False,
+        keeps_floor: bool = False,
+    ):
+        """
+        overridden: keep this schedule when a checkpoint is loaded (resume.override names the scheduler).
+        keeps_floor: keep this one's `min_factor`: the peak is not the checkpoint's (resume.override names optim.lr), and
+            min_lr, which is a learning rate and no fraction of the peak, shall be what it was.
+        """
         self.schedule = schedule
         self.overridden = overridden
+        self.keeps_floor = keeps_floor
         self._groups = groups
 
     def apply(self, step: int) -> None:
@@ -97,12 +109,16 @@ class ScheduleState:
                 f"the checkpoint's schedule has the entries {sorted(state)}, this version knows "
                 f"{sorted(asdict(self.schedule))}; take the config's with --resume.override scheduler"
             )
-        self.schedule = Schedule(**state)
+        kept = {"min_factor": self.schedule.min_factor} if self.keeps_floor else {}
+        self.schedule = Schedule(**{**state, **kept})
 
     def verify(self, saved: dict[str, Any]) -> list[str]:
         """Returns what differs from the loaded state; nothing does when the config's schedule was asked for."""
         saved = {"start_step": 0, **saved}
-        return [] if self.overridden else [key for key, value in self.state_dict().items() if value != saved[key]]
+        live = {
+            key: value for key, value in self.state_dict().items() if not (key == "min_factor" and self.keeps_floor)
+        }
+        return [] if self.overridden else [key for key, value in live.items() if value != saved[key]]
 
     def check_lr(self, step: int) -> None:
         """Holds the groups' lr against the schedule.

@@ -6,8 +6,10 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from trainer.config.arguments import parse_arguments
 from trainer.config.compare import Difference, differences, within
 from trainer.config.kinds import KINDS, kind_of_tables
+from trainer.config.problems import explain
 from trainer.config.rules import check_schedule
 from trainer.config.run import RLConfig, RunConfig
 from trainer.errors import CheckpointMismatch
@@ -87,6 +89,8 @@ def plan(config: RunConfig, saved: Mapping[str, Any]) -> ResumePlan:
     if any(within(key, override) for key in DOCUMENTS):
         override_data.add("data.sources")
     kept = [entry for key, entries in OVERRIDABLE.items() if within(key, override) for entry in entries]
+    if within("optim.args", override):  # those left out now, too: they are the class's own defaults
+        kept += [*parse_arguments(before.optim.args, "optim.args"), *parse_arguments(config.optim.args, "optim.args")]
     return ResumePlan(
         differences=tuple(found),
         keep_group_entries=frozenset(kept),
@@ -108,16 +112,33 @@ def start_of_schedule(config: RunConfig, plan: ResumePlan, step: int, max_steps:
     return step
 
 
-def effective(config: C, plan: ResumePlan) -> C:
-    """Returns the config with the checkpoint's value wherever the checkpoint wins: what the run really trains with."""
+def effective(config: C, plan: ResumePlan, given: Mapping[str, str]) -> C:
+    """Returns the config with the checkpoint's value wherever the checkpoint wins: what the run really trains with.
+
+    given: where this run's values come from; see `origins`.
+
+    Raises:
+        CheckpointMismatch: the values of both sides, each sound by itself, break a rule together.
+    """
     sections: dict[str, dict[str, Any]] = {}
     for difference in plan.differences:
         if difference.winner == "checkpoint":
             section, field = difference.key.split(".", 1)
             sections.setdefault(section, {})[field] = difference.saved
-    return config.model_copy(
+    if not sections:
+        return config
+    joined = config.model_copy(
         update={section: getattr(config, section).model_copy(update=fields) for section, fields in sections.items()}
     )
+    try:
+        type(config).model_validate(joined.model_dump(mode="json"))
+    except ValidationError as error:
+        problems = explain(type(config), error, origins(given, plan))
+        raise CheckpointMismatch(
+            "\n  ".join(["the checkpoint's values do not go together with this run's:", *map(str, problems)])
+            + "\nTake the config's with --resume.override scheduler or --resume.override optim, or set these values anew"
+        ) from error
+    return joined
 
 
 def origins(given: Mapping[str, str], plan: ResumePlan) -> dict[str, str]:

@@ -157,7 +157,7 @@ def _build(
     checkpoints = CheckpointManager(run_dir, config.ckpt, state, describe=lambda: _describe(config, state, mesh))
     checkpoint = checkpoints.choose(config.resume, damaged) if config.resume is not None else None
     plan = resume.plan(config, checkpoint.manifest.run["config"]) if checkpoint is not None else ResumePlan()
-    config = resume.effective(config, plan)
+    config = resume.effective(config, plan, loaded.origins)
     run_id = on_main(rundir.write_identity, config, resume.origins(loaded.origins, plan), run_dir)
 
     mesh = distributed.build_mesh(device.type, config.parallel.dp_replicate, config.parallel.dp_shard, world.size)
@@ -180,6 +180,7 @@ def _build(
         build_schedule(config.scheduler, lr=config.optim.lr, total_steps=max_steps - start_step, start_step=start_step),
         optimizer.param_groups,
         overridden=plan.override_scheduler,
+        keeps_floor="lr" in plan.keep_group_entries,
     )
     progress = Progress()
     regroups = config.resume is not None and config.resume.regroup
