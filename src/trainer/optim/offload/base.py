@@ -1,5 +1,6 @@
 """What both offloading optimizers are to the rest of the program: a torch Optimizer that wraps another one."""
 
+import copy
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -173,7 +174,10 @@ class OffloadOptimizer(Optimizer):
         }
         _check_state(self.inner.state, saved["state"], by_id)
         for key, entries in saved["state"].items():
-            self._load_entries(by_id[key], entries)
+            if key in by_id:
+                self._load_entries(by_id[key], entries)
+            else:  # it belongs to no parameter
+                self.inner.state[key] = copy.deepcopy(entries)
         for live, there in pairs:
             write_entries(live, there)
             live.update({k: v for k, v in there.items() if k not in live and k not in RUN_LOCAL})
@@ -272,9 +276,9 @@ def _match(live: Iterable[dict[str, Any]], saved: Iterable[dict[str, Any]]) -> l
 
 
 def _check_state(live: Mapping[Tensor, Any], saved: Mapping[Any, Any], by_id: Mapping[Any, Tensor]) -> None:
-    wrong = [f"{key}: no parameter has this id" for key in saved if key not in by_id]
-    for key, entries in saved.items():
-        here = live.get(by_id[key], {}) if key in by_id else {}
+    wrong = [f"{key}: no parameter has this id" for key in saved if key not in by_id and not isinstance(key, str)]
+    for key in by_id.keys() & saved.keys():
+        entries, here = saved[key], live.get(by_id[key], {})
         for name, value in entries.items():
             mine = here.get(name)
             if isinstance(value, Tensor) and isinstance(mine, Tensor):

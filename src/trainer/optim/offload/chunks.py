@@ -2,9 +2,10 @@
 
 A step over a chunk sees the *live* group dicts with fewer parameters in them. Entries that a step advances (Muon's
 counter lies in its groups) advance once per step: every chunk starts from the values before the step, and the live dict
-keeps the advanced ones.
+keeps the advanced ones. So does state that belongs to no parameter.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -104,6 +105,8 @@ class ChunkedStep:
         self._step = plain_step(optimizer)
         self._before = [_entries(group) for group in optimizer.param_groups]
         self._advanced: dict[int, dict[str, Any]] = {}
+        self._shared_before = _shared(optimizer)
+        self._shared_advanced: dict[str, Any] | None = None
 
     def __call__(self, chunk: Chunk) -> None:
         """Steps the chunk.
@@ -115,16 +118,24 @@ class ChunkedStep:
         groups = self._optimizer.param_groups
         for index in chunk.members.keys() & self._advanced.keys():
             _write(groups[index], self._before[index])
+        if self._shared_advanced is not None:
+            _write(self._optimizer.state, self._shared_before)
         with _narrowed(self._optimizer, chunk):
             self._step()
         for index in chunk.members:
             after = _entries(groups[index])
             if not _same(after, self._advanced.setdefault(index, after)):
-                raise TrainingError(
-                    f"{type(self._optimizer).__name__} changes the entries of group {groups[index].get('name', index)!r} "
-                    "by what is in a chunk, so it cannot be stepped in chunks: give it a method chunk_units() that "
-                    "returns the whole group as one unit, or set model.offload to none"
-                )
+                self._refuse(f"the entries of group {groups[index].get('name', index)!r}")
+        shared = _shared(self._optimizer)
+        if self._shared_advanced is not None and not _same(shared, self._shared_advanced):
+            self._refuse("state that belongs to no parameter")
+        self._shared_advanced = shared
+
+    def _refuse(self, what: str) -> None:
+        raise TrainingError(
+            f"{type(self._optimizer).__name__} changes {what} by what is in a chunk, so it cannot be stepped in chunks: "
+            "give it a method chunk_units() that returns the whole group as one unit, or set model.offload to none"
+        )
 
 
 @contextmanager
@@ -149,24 +160,27 @@ def _entries(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in entries.items()}
 
 
-def _write(group: dict[str, Any], entries: Mapping[str, Any]) -> None:
-    for key in [key for key in group if key not in entries and key not in _MEMBERS]:
-        del group[key]
+def _shared(optimizer: Optimizer) -> dict[str, Any]:
+    return copy.deepcopy({key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
+
+
+def _write(live: dict[Any, Any], entries: Mapping[str, Any]) -> None:
+    """Makes `entries` those of a group, or the shared ones of a state."""
+    for key in [key for key in live if key not in entries and key not in _MEMBERS and not isinstance(key, Tensor)]:
+        del live[key]
     for key, value in entries.items():
-        live = group.get(key)
-        if isinstance(value, Tensor) and isinstance(live, Tensor):
-            live.copy_(value)  # in place: whoever holds the tensor sees it
+        held = live.get(key)
+        if isinstance(value, Tensor) and isinstance(held, Tensor):
+            held.copy_(value)  # in place: whoever holds the tensor sees it
         else:
-            group[key] = value
+            live[key] = copy.deepcopy(value)
 
 
-def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    if a.keys() != b.keys():
-        return False
-    for key, value in a.items():
-        if isinstance(value, Tensor):
-            if not isinstance(b[key], Tensor) or not torch.equal(value, b[key]):
-                return False
-        elif value != b[key]:
-            return False
-    return True
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(value, b[key]) for key, value in a.items())
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a == b

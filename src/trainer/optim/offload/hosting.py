@@ -96,7 +96,8 @@ class HostedState:
 
     def adopt_new(self) -> None:
         """The same for all parameters, where state was added since the last call."""
-        count = sum(len(entries) for entries in self._optimizer.state.values())
+        state = self._optimizer.state
+        count = sum(len(entries) for key, entries in state.items() if isinstance(key, Tensor))
         if count != self._count:
             self._count = count
             self.adopt(parameter for group in self._optimizer.param_groups for parameter in group["params"])
