@@ -1,7 +1,9 @@
 """Both offload modes behave as the torch Optimizer that they wrap: signatures, groups, hooks, state dicts."""
 
 import copy
+import gc
 import inspect
+import weakref
 from typing import Any
 
 import pytest
@@ -264,6 +266,27 @@ def test_full_does_not_share_gradients_with_a_second_optimizer():
     assert set(second.optimizer.gradients()) == set(groups_of(run.model)[0]["param_names"]) | {
         "first.bias", "second.bias", "gain"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("when", ["between steps", "within an update"])
+@pytest.mark.parametrize("transfer", ["direct", "copy"])
+@pytest.mark.parametrize("mode", ["optimizer", "full"])
+def test_a_closed_one_holds_no_memory_when_nobody_reads_it_any_more(mode, transfer, when):
+    """A hook that stays on a parameter keeps the model, the masters and the host memory for as long as the process lives."""
+
+    def gone() -> list[weakref.ref]:
+        run = Run(mode, transfer=transfer, early=True)
+        run.train(2)
+        if when == "within an update":
+            run.backward()
+        run.optimizer.close()
+        if when == "between steps":
+            assert run.optimizer.state_dict()["state"] and run.app.state_dict()
+        return [weakref.ref(run.optimizer._arena), weakref.ref(run.model.first.weight), weakref.ref(run.optimizer)]
+
+    references = gone()
+    gc.collect()
+    assert [reference() for reference in references] == [None, None, None]
 
 
 def test_sgd_of_a_single_tensor_needs_no_names():

@@ -1,5 +1,6 @@
 """Builds a run from its config, in the order a reader would: place, data, model, optimizer, state, resume."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -70,6 +71,7 @@ def start(loaded: Loaded[C], recipe: Recipe, *, owns_process: bool = False) -> I
                     yield run
                 finally:
                     run.supply.close()
+                    _let_go(run.optimizer)
 
 
 def finish(run: Run) -> int:
@@ -135,6 +137,8 @@ def _build_from_sound(
     damaged: dict[Path, str] = {}
     while True:
         known = len(damaged)
+        if damaged:
+            gc.collect()  # what was built for the damaged one is not held beside what is built now
         try:
             return _build(loaded, recipe, world, device, run_dir, requests, damaged)
         except CorruptCheckpoint:
@@ -197,6 +201,8 @@ def _build(
             _load(checkpoints, checkpoint, plan, pending, cut_of(config, world))
         except CorruptCheckpoint as error:
             damaged[checkpoint.path] = str(error)
+            supply.close()
+            _let_go(optimizer)
             raise
         if "lr" not in plan.keep_group_entries and not plan.override_scheduler:
             schedule.check_lr(checkpoint.step)
@@ -259,6 +265,11 @@ def _optimizer(config: RunConfig, model: CausalLM) -> tuple[Optimizer, Stateful]
         float32=[name for name, role in roles.items() if role == "embedding"],
     )
     return offloaded.optimizer, offloaded.weights
+
+
+def _let_go(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, OffloadOptimizer):
+        optimizer.close()
 
 
 def _load(

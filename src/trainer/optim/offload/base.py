@@ -211,6 +211,9 @@ class OffloadOptimizer(Optimizer):
     ) -> RemovableHandle:
         return self.inner.register_load_state_dict_post_hook(lambda _: hook(self), prepend)
 
+    def close(self) -> None:
+        """Lets go of the model, in whatever state an update is: this optimizer can be read, and not used any more."""
+
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"{type(self).__name__} holds host memory and hooks and cannot be copied; use state_dict()")
 

@@ -123,9 +123,16 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
         self.masters.synchronize()
 
     def close(self) -> None:
-        """Leaves the model's gradients on the device again, for another optimizer. This one cannot be used any more."""
-        self.synchronize()
+        """Leaves the model's gradients on the device again, for another optimizer. This one can be read, and not used any more.
+
+        Without it the model, its masters and all host memory stay for as long as the process lives: torch keeps the hooks
+        on the parameters where Python's garbage collector does not look.
+        """
         self._gradients.close()
+        self._worker.shutdown()
+        if self._native is not None:
+            self._native.close()
+        self.masters.synchronize()
 
     # --- gradients ------------------------------------------------------------------------------------------------------
 

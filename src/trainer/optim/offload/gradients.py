@@ -100,11 +100,12 @@ class HostGradients:
                 target.part.copy_(local_part(gradient))
 
     def close(self) -> None:
-        """Lets gradients stay on the device again."""
-        self.finish()
+        """Lets gradients stay on the device again; returns when those that left have arrived. `finish` tells how that ended."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._adder is not None:
+            self._adder.shutdown()
 
     @torch.no_grad()
     def _leave(self, parameter: Tensor) -> None:

@@ -92,6 +92,10 @@ class NativeAdamW:
         for share in shares:
             share.result()
 
+    def close(self) -> None:
+        """Ends the threads."""
+        self._workers.shutdown()
+
     def _fits(self, parameter: Tensor) -> bool:
         state = self._optimizer.state.get(parameter, {})
         if not {"step", "exp_avg", "exp_avg_sq"} <= state.keys() or parameter.grad is None:

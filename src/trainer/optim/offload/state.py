@@ -87,6 +87,11 @@ class CPUOffloadOptimizer(OffloadOptimizer):
         if self._stream is not None:
             self._stream.synchronize()
 
+    def close(self) -> None:
+        if self._native is not None:
+            self._native.close()
+        self.synchronize()
+
     def _take_over(self) -> None:
         self._hosted.adopt_new()
 
