@@ -180,6 +180,18 @@ def test_gradients_that_are_not_thrown_away_stay_clipped(more, native, monkeypat
     assert run.bits() == reference.bits()
 
 
+@pytest.mark.parametrize("transfer", ["direct", "copy"])
+def test_a_gradient_that_comes_first_after_the_clipping_is_not_clipped(transfer):
+    run, reference = Run("full", max_norm=0.01, transfer=transfer), Run("none", max_norm=0.01)
+    for either in (run, reference):
+        either.backward()
+        either.clip()
+        either.model.spare.sum().backward()  # it had none
+    wanted = {name: p.grad for name, p in reference.model.named_parameters() if p.grad is not None}
+    found = run.optimizer.gradients()
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 # --- weights from elsewhere -----------------------------------------------------------------------------------------
 
 

@@ -165,7 +165,7 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
         norm = clip_gradients(updated_parameters(self), None)
         self._scale = clipping_factor(norm, max_norm)
         if self._scale is not None:
-            self._unscaled = {id(master): master for master in updated_parameters(self)}
+            self._unscaled = {id(master): master for master in updated_parameters(self) if master.grad is not None}
         return norm
 
     # --- stepping -------------------------------------------------------------------------------------------------------
