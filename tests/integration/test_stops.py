@@ -156,6 +156,16 @@ def test_e11_a_stop_within_a_validation_is_served_within_it(place, step, whole, 
     check_same(run_dir, whole)
 
 
+def test_a_validation_at_the_stop_step_is_completed_too(whole, tmp_path):
+    """Launched again as it was: there is no step to train, but the row of the last one has to be finished."""
+    run_dir = tmp_path / "run"
+    assert stopped(run_dir, "--stop-step", "2", plan=[("val", 10, "SIGTERM")]) == 143
+    assert stopped(run_dir, "--stop-step", "2", "--resume") == 0
+    assert metrics(run_dir) == metrics(whole)[:3]
+    assert stopped(run_dir, "--resume") == 0
+    check_same(run_dir, whole)
+
+
 def test_a_save_within_a_validation(whole, tmp_path):
     run_dir = tmp_path / "run"
     assert stopped(run_dir, plan=[("val", 10, "SIGUSR1")]) == 0

@@ -208,7 +208,7 @@ def _build(
             schedule.check_lr(checkpoint.step)
     schedule.apply(progress.step)
     last_step = min(max_steps, config.stop_step or max_steps)
-    if last_step <= progress.step < max_steps:
+    if last_step <= progress.step < max_steps and pending.row is None:
         raise LaunchError(
             f"nothing would be trained: the run is at step {progress.step} of {max_steps}, and stop_step is {last_step}. "
             "Raise stop_step, or leave it out to train to the end"
