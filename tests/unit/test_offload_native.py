@@ -170,6 +170,16 @@ def test_a_compiler_that_fails_is_survived(fresh, monkeypatch):
     assert native.load_kernel() is None
 
 
+def test_a_user_without_a_home_is_no_reason_to_fail(fresh, kernel, monkeypatch):
+    """A container that runs under any number as its user: Path.home() raises RuntimeError."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    monkeypatch.setattr(native.tempfile, "tempdir", str(fresh))
+    assert native.load_kernel() is not None
+    assert [path.name for path in fresh.glob("exact-trainer-*/*")]
+
+
 def test_a_kernel_with_other_bits_is_refused(fresh, kernel, monkeypatch, tmp_path):
     wrong = tmp_path / "wrong.c"
     wrong.write_text(

@@ -171,12 +171,13 @@ def _compiled() -> Path:
     flags = [line for line in info.read_text().splitlines() if line.startswith("flags")][:1] if info.exists() else []
     identity = (SOURCE.read_bytes(), version, platform.machine(), *FLAGS, *flags)
     key = hashlib.blake2b(repr(identity).encode(), digest_size=8).hexdigest()
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "exact-trainer"
     try:
+        # RuntimeError: a user without an entry in the system's tables, as in many containers, has no home
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "exact-trainer"
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=home):
             pass
-    except OSError:
+    except (OSError, RuntimeError):
         home = Path(tempfile.mkdtemp(prefix="exact-trainer-"))
     target = home / f"adamw-{key}.so"
     if not target.exists():
