@@ -100,6 +100,19 @@ def test_other_local_folders_go_through_load_dataset(tmp_path, monkeypatch):
     assert texts(folder) == ["one", "two"]
 
 
+def test_halves_of_one_split_are_not_taken_for_each_other(tmp_path, monkeypatch):
+    """Both have as many rows, of the same files; by their hash tokens are found again in the cache."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "csv"
+    folder.mkdir()
+    (folder / "train.csv").write_text("text\none\ntwo\nthree\nfour\n")
+    halves = {"train[:50%]": ["one", "two"], "train[50%:]": ["three", "four"]}
+    assert {split: texts(folder, split=split) for split in halves} == halves
+    first, second = (open_source(SourceConfig(path=str(folder), split=split)).content_hash() for split in halves)
+    assert first != second
+    assert first == open_source(SourceConfig(path=str(folder), split="train[:50%]")).content_hash()
+
+
 @pytest.mark.parametrize("name", ["nobody/nothing", "nothing"])
 def test_an_unreachable_hub_is_an_error_with_a_way_out(name):
     with pytest.raises(DataError, match=rf"cannot load data set {name}, split 'train'(.|\n)*save_to_disk folder"):

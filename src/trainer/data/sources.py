@@ -234,6 +234,7 @@ class DatasetSource:
     def __init__(self, config: SourceConfig, dataset: "Dataset"):
         self.name = config.path
         self.dataset = dataset.with_format(None)  # a saved data set remembers a tensor format
+        self.split = config.split
         self.place = f"{config.path}[{config.split}]"
 
     def content_hash(self) -> str:
@@ -246,7 +247,8 @@ class DatasetSource:
             for row in self.dataset:
                 digest.update(json.dumps(row, default=str, sort_keys=True).encode())
             return "rows:" + digest.hexdigest()
-        return f"dataset:{len(self.dataset)}:" + ",".join(_hash_file(file) for file in files)
+        # The split as well: "train[:50%]" and "train[50%:]" are equally many rows of the same files.
+        return f"dataset:{self.split}:{len(self.dataset)}:" + ",".join(_hash_file(file) for file in files)
 
     def __iter__(self) -> Iterator[SourceRow]:
         rows, number = iter(self.dataset), 0
