@@ -106,6 +106,27 @@ def test_generation_config_and_tokenizer_come_along(tmp_path):
         assert not (tmp_path / out / "pytorch_model.bin").exists()
 
 
+@pytest.mark.parametrize("where", ["other", "source"])
+def test_the_exported_tokenizer_is_the_one_that_was_trained_with(where, tmp_path):
+    """Files of the model's directory that would win over what the tokenizer writes stay behind."""
+    save_reference(tmp_path / "source", vocab_size=512)
+    byte_tokenizer(QWEN).save_pretrained(tmp_path / "source")
+    (tmp_path / "source/vocab.json").write_text("{}")
+    own = byte_tokenizer()
+    own.eos_token, own.chat_template = "<|im_end|>", None
+    own.save_pretrained(tmp_path / where)
+    if where == "source":
+        (tmp_path / "source/chat_template.jinja").unlink(missing_ok=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / where)
+    # From older versions of transformers, which read it only where tokenizer_config.json says less.
+    (tmp_path / "source/special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    export_hf(build(tmp_path / "source"), tmp_path / "source", tmp_path / "out", tokenizer=tokenizer)
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (exported.eos_token, exported.chat_template) == (tokenizer.eos_token, tokenizer.chat_template)
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.chat_template is None
+    assert (tmp_path / "out/vocab.json").exists() == (where == "source")
+
+
 def test_large_models_are_split_with_an_index(tmp_path):
     save_reference(tmp_path / "source")
     model = build(tmp_path / "source")

@@ -25,17 +25,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_FILE_BYTES = 5 * 10**9
-_COPIED = (
-    "generation_config.json",
+_GENERATION = "generation_config.json"
+_VOCABULARY = ("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model")
+_TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
     "chat_template.jinja",
+    *_VOCABULARY,
 )
 
 
@@ -154,7 +152,7 @@ def _complete(
     names: dict[str, str],
     tokenizer: "PreTrainedTokenizerBase | None",
 ) -> None:
-    for name in _COPIED:
+    for name in (_GENERATION, *_copied_of_tokenizer(source, tokenizer)):
         if (source / name).exists():
             shutil.copyfile(source / name, staging / name)
     if tokenizer is not None:
@@ -168,6 +166,17 @@ def _complete(
             os.fsync(file.fileno())
     files.fsync_dir(staging)
     _replace(staging, out_dir)
+
+
+def _copied_of_tokenizer(source: Path, tokenizer: "PreTrainedTokenizerBase | None") -> tuple[str, ...]:
+    """Returns the source's files that go along with what the tokenizer itself writes.
+
+    special_tokens_map.json and chat_template.jinja would win over what it writes, which may be another end-of-text token or
+    no template; vocabularies, which other programs read, are those of the source alone.
+    """
+    if tokenizer is None:
+        return _TOKENIZER
+    return _VOCABULARY if Path(tokenizer.name_or_path).resolve() == source.resolve() else ()
 
 
 def _replace(staging: Path, out_dir: Path) -> None:
