@@ -110,6 +110,22 @@ def test_the_best_are_kept_by_what_the_manifest_says(tmp_path):
     assert read_manifest(step_dir(tmp_path, 2)).metrics == {"val_loss": 0.2}
 
 
+def test_the_best_stays_the_best_when_it_is_written_anew_after_a_resume(tmp_path):
+    """As by a signal in the first cycle after it, which saves the step once more with the gradients so far."""
+    run = run_with(tmp_path, keep_last=1, keep_best=1)
+    run.train()
+    run.manager.save(1, metrics={"val_loss": 0.2})
+    again = Run(tmp_path, keep_last=1, keep_best=1)
+    again.resume()
+    again.manager.save(1, micro_step=2, pending={"micro_step": 2})
+    assert read_manifest(step_dir(tmp_path, 1)).micro_step == 2
+    for step, loss in ((2, 0.4), (3, 0.3)):
+        again.train()
+        again.manager.save(step, metrics={"val_loss": loss})
+    assert steps_of(tmp_path) == [1, 3]
+    assert read_manifest(step_dir(tmp_path, 1)).metrics == {"val_loss": 0.2}
+
+
 def test_a_state_marked_as_not_resumable_is_kept_and_never_chosen(tmp_path):
     run = run_with(tmp_path, 4, keep_last=1)
     run.train(1)

@@ -67,6 +67,7 @@ class CheckpointManager:
         self._parent: Mapping[str, Any] | None = None
         # The checkpoint that holds the state as of now, if there is one; its micro-step; and what is pending in it.
         self._on_disk: tuple[Path, int, Mapping[str, Any] | None] | None = None
+        self._loaded: tuple[int, Mapping[str, float]] | None = None  # a step and what its manifest had measured
         self._tidied = False
         self._retained = True  # false after a load: a crash may have come between that commit and the removals after it
 
@@ -99,7 +100,8 @@ class CheckpointManager:
         resumable, reason: a state to look at and not to go on from, and why. One whose weights are not finite never is
             resumable.
         micro_step, pending: of a state with more in it than that of the boundary; see Manifest.
-        metrics: what was measured at this step, for `ckpt.keep_best`.
+        metrics: what was measured at this step, for `ckpt.keep_best`; of the step that was loaded, what its checkpoint
+            has stays.
 
         Raises:
             CheckpointError: on every rank, if any rank failed, now or in the save before; every earlier checkpoint is
@@ -126,7 +128,7 @@ class CheckpointManager:
             pending=pending,
             resumable=resumable,
             reason=reason,
-            metrics={name: value for name, value in (metrics or {}).items() if math.isfinite(value)},
+            metrics=self._measured(step, metrics or {}),
             world_size=self.world.size,
             dtypes=dict(sorted(dtypes.items())),
             parent=self._parent,
@@ -146,6 +148,11 @@ class CheckpointManager:
         self._on_disk = (final, micro_step, pending) if resumable else None
         self._retained = True
         return final
+
+    def _measured(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Returns what was measured at `step`, now or, where this process began at it, by the process before."""
+        before = self._loaded[1] if self._loaded is not None and self._loaded[0] == step else {}
+        return {**before, **{name: value for name, value in metrics.items() if math.isfinite(value)}}
 
     def _description(self) -> Mapping[str, Any]:
         """Returns what the manifest says about the run as of now, on rank 0."""
@@ -334,6 +341,7 @@ class CheckpointManager:
             CheckpointMismatch: as AppState.load.
         """
         self.app.load(checkpoint.path, skip=skip, check=self._share(checkpoint.manifest))
+        self._loaded = (checkpoint.step, checkpoint.manifest.metrics)
         if not on_main(self._is_own, checkpoint.path):
             self._parent = {
                 "path": str(checkpoint.path),
