@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from support import runs
-from support.checkpoints import Run, steps_of
+from support.checkpoints import Run, flip_bit, steps_of
 from support.models import build, save_reference
 from trainer.checkpoint.app_state import AppState
 from trainer.checkpoint.discovery import Status, discover, inspect_step
@@ -151,6 +151,27 @@ class TestExport:
         assert not (tmp_path / "out").exists()
         assert main(["export", str(path), str(tmp_path / "out"), "--model", str(tmp_path / "moved")]) == 0
         assert main(["export", str(path), str(tmp_path / "out"), "--model", str(tmp_path / "moved")]) == 2
+
+    def test_of_a_run_the_newest_with_sound_weights_is_taken(self, tmp_path, capsys):
+        save_reference(tmp_path / "model")
+        good = saved(tmp_path / "model", tmp_path / "run")
+        model = build(tmp_path / "model")
+        with torch.no_grad():
+            model.output.weight[0, 0] = float("nan")
+        manager = CheckpointManager(
+            tmp_path / "run", CkptConfig(), AppState(model=ModelState(model)), describe=lambda: {"config": {}}
+        )
+        manager.save(4)
+        assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["checkpoint"] == str(good)
+
+    def test_changed_bytes_are_not_handed_on(self, tmp_path, capsys):
+        save_reference(tmp_path / "model")
+        path = saved(tmp_path / "model", tmp_path / "run")
+        flip_bit(path / "rank_00000.safetensors", 5000)
+        assert main(["export", str(path), str(tmp_path / "out")]) == 2
+        assert "its bytes changed" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
 
     def test_a_manifest_without_a_model(self, tmp_path, capsys):
         run = Run(tmp_path / "run")

@@ -11,6 +11,7 @@ from torch import Tensor
 from trainer.checkpoint.dcp import DTYPE_NAMES
 from trainer.checkpoint.diff import open_contents
 from trainer.checkpoint.discovery import Checkpoint
+from trainer.checkpoint.manifest import check_bytes
 from trainer.config.model import ModelConfig
 from trainer.errors import CheckpointError, CheckpointMismatch
 from trainer.models.base import CausalLM
@@ -27,6 +28,8 @@ _PREFIX = "model."  # the owner's name in front of each weight's own
 def export_checkpoint(checkpoint: Checkpoint, out_dir: Path, *, model_dir: str | None = None) -> int:
     """Writes config.json, tokenizer and the float32 weights of `checkpoint` to `out_dir`; returns the number of tensors.
 
+    Every byte is compared with its checksum first: what is exported is used without one.
+
     model_dir: where config.json and tokenizer are, if not where the run had them (`model.name` in its manifest).
 
     Raises:
@@ -35,6 +38,7 @@ def export_checkpoint(checkpoint: Checkpoint, out_dir: Path, *, model_dir: str |
         ModelError: the model's files cannot be found, or `out_dir` cannot be written.
     """
     config = saved_model_config(checkpoint, model_dir)
+    check_bytes(checkpoint.path, checkpoint.manifest, checkpoint.manifest.files)
     contents = open_contents(checkpoint.path)
     saved = {name.removeprefix(_PREFIX): t for name, t in contents.layout.items() if name.startswith(_PREFIX)}
     model = _model(config, {name: tensor.shape for name, tensor in saved.items()}, checkpoint.path)

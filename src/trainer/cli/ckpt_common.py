@@ -17,13 +17,14 @@ FAILED = 2
 """Exit code of a command that ended with an error."""
 
 
-def pick(path: str) -> "Checkpoint":
-    """Returns the checkpoint at a path: itself, or of a run its newest whole one.
+def pick(path: str, *, resumable: bool = False) -> "Checkpoint":
+    """Returns the checkpoint at a path: itself, or of a run its newest whole one; with `resumable`, of those that a run can
+    go on from.
 
     Raises:
         CheckpointError: there is none, or it is not whole.
     """
-    from trainer.checkpoint.discovery import WHOLE, discover, inspect_step, locate, newest_first
+    from trainer.checkpoint.discovery import WHOLE, Status, discover, inspect_step, locate, newest_first
 
     directory, is_run = locate(path)
     if not is_run:
@@ -31,10 +32,12 @@ def pick(path: str) -> "Checkpoint":
         if candidate.status not in WHOLE:
             raise CheckpointError(f"{path} is {candidate.status}: {candidate.reason}")
         return candidate.checkpoint()
+    wanted = {Status.COMMITTED} if resumable else WHOLE
     for candidate in newest_first(discover(directory)):
-        if candidate.status in WHOLE:
+        if candidate.status in wanted:
             return candidate.checkpoint()
-    raise CheckpointError(f"{directory} has no whole checkpoint; `trainer ckpt ls {path}` shows what is there")
+    what = "resumable" if resumable else "whole"
+    raise CheckpointError(f"{directory} has no {what} checkpoint; `trainer ckpt ls {path}` shows what is there")
 
 
 def print_json(value: Any) -> None:

@@ -41,7 +41,9 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     prune.set_defaults(run=_prune)
 
     export = commands.add_parser("export", help="write the weights of a checkpoint as a Hugging Face model directory")
-    export.add_argument("path", metavar="STEP_DIR", help="a step directory; of a run directory, the newest is taken")
+    export.add_argument(
+        "path", metavar="STEP_DIR", help="a step directory; of a run directory, the newest resumable one is taken"
+    )
     export.add_argument("out", metavar="OUT", help="the model directory to write; it must not exist")
     export.add_argument(
         "--model", metavar="DIR", help="directory of config.json and tokenizer (default: the run's model.name)"
@@ -190,7 +192,7 @@ def _export(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out)
     if out.exists():
         raise CheckpointError(f"{out} exists; export writes a new directory")
-    checkpoint = pick(arguments.path)
+    checkpoint = pick(arguments.path, resumable=True)
 
     from trainer.checkpoint.export import export_checkpoint
 

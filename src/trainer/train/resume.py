@@ -52,12 +52,18 @@ class ResumePlan:
     skip: frozenset[str] = frozenset()
 
 
-def plan(config: RunConfig, saved: Mapping[str, Any]) -> ResumePlan:
+def plan(config: RunConfig, saved: Any) -> ResumePlan:
     """Compares the config in a checkpoint's manifest with this run's.
 
     Raises:
-        CheckpointMismatch: the data order or the optimizer would be another one, and no override says so.
+        CheckpointMismatch: there is none that can be read; the data order or the optimizer would be another one, and no
+            override says so.
     """
+    if not isinstance(saved, Mapping):
+        raise CheckpointMismatch(
+            "the checkpoint's manifest holds no config: no `trainer sft` or `trainer rl` wrote it, and only the program that did "
+            "knows how to go on from it"
+        )
     kind = KINDS[kind_of_tables(saved)]
     try:
         before = kind.model_validate(saved)

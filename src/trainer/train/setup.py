@@ -160,7 +160,7 @@ def _build(
     state = AppState()  # the owners join below; a checkpoint is chosen before anything expensive is built
     checkpoints = CheckpointManager(run_dir, config.ckpt, state, describe=lambda: _describe(config, state, mesh))
     checkpoint = checkpoints.choose(config.resume, damaged) if config.resume is not None else None
-    plan = resume.plan(config, checkpoint.manifest.run["config"]) if checkpoint is not None else ResumePlan()
+    plan = resume.plan(config, checkpoint.manifest.run.get("config")) if checkpoint is not None else ResumePlan()
     config = resume.effective(config, plan, loaded.origins)
     run_id = on_main(rundir.write_identity, config, resume.origins(loaded.origins, plan), run_dir)
 
