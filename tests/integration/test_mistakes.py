@@ -6,9 +6,10 @@ import shutil
 
 import pytest
 
+from support.checkpoints import Run
 from support.models import save_reference
 from support.runs import REPO, metrics, sft
-from trainer.errors import ConfigError, DataError, ModelError, TrainingError
+from trainer.errors import CheckpointMismatch, ConfigError, DataError, ModelError, TrainingError
 
 TINY = REPO / "configs/debug/assets/tiny-llama"
 SHORT = ["--max-steps=2", "--scheduler.warmup-steps=0", "--val.interval=0", "--ckpt.interval=0"]
@@ -75,6 +76,14 @@ def test_a_config_json_that_makes_no_sense_to_transformers(tmp_path, changes, me
     (model / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(ModelError, match=message):
         sft(tmp_path / "run", *SHORT, "--model.impl=hf", "--model.name", model)
+
+
+def test_a_checkpoint_that_no_run_of_ours_has_written(tmp_path):
+    """CheckpointManager is for everybody; what `describe` says is up to them."""
+    other = Run(tmp_path / "other")
+    other.manager.describe = dict
+    with pytest.raises(CheckpointMismatch, match="manifest holds no config"):
+        sft(tmp_path / "run", "--resume.dir", other.save())
 
 
 def test_data_that_changed_between_stop_and_resume(tmp_path):

@@ -265,6 +265,8 @@ def test_deep_state(step_dir, capsys):
         ("run", []),
         ("versions", "new"),
         ("parent", [1]),
+        ("metrics", ["val_loss"]),
+        ("metrics", {"val_loss": "low"}),
         ("surprise", 1),
         ("files", {"../x": {"size_bytes": 1, "xxh3": "0"}}),
         ("files", {"x": {"size_bytes": 1e400, "xxh3": "0"}}),
