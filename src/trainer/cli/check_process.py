@@ -90,7 +90,9 @@ class TrainingProcess:
             RunFailed: the run ended by itself before.
         """
         manifest = self.run_dir / "checkpoints" / f"step_{checkpoint:08d}" / "manifest.json"
-        while self.last_step() < after_step or not manifest.exists():
+        committed = False
+        while self.last_step() < after_step or not committed:
+            committed = committed or manifest.exists()  # where few are kept, the next save removes it
             if self.process.poll() is not None:
                 raise self._too_early(after_step)
             progress(self.last_step())

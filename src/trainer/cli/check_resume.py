@@ -137,6 +137,19 @@ def make_plan(config: RunConfig, argv: Sequence[str], options: Options) -> Plan:
     )
 
 
+def without_flag(argv: Sequence[str], flag: str) -> list[str]:
+    """Returns the tokens without every `flag VALUE` and `flag=VALUE`: of a list, a later one would only add to them."""
+    kept: list[str] = []
+    tokens = list(argv)
+    while tokens:
+        token = tokens.pop(0)
+        if token == flag:
+            del tokens[: bool(tokens) and not tokens[0].startswith(("--", "@"))]
+        elif not token.startswith(f"{flag}="):
+            kept.append(token)
+    return kept
+
+
 class ResumeCheck:
     """Runs a plan, telling `report` how far it is."""
 
@@ -171,9 +184,16 @@ class ResumeCheck:
 
     def _flags(self, run_dir: Path, *, interval: int, resume: bool) -> list[str]:
         """The config's own flags and, after them, what a check decides by itself."""
-        flags = [*self.plan.argv, "--output-dir", str(run_dir), "--stop-step", str(self.plan.steps)]
+        flags = [
+            *without_flag(self.plan.argv, "--ckpt.at"),
+            "--output-dir",
+            str(run_dir),
+            "--stop-step",
+            str(self.plan.steps),
+        ]
         flags += ["--no-resume", "--no-overwrite", *(["--resume"] if resume else [])]
         flags += ["--ckpt.interval", str(interval), "--ckpt.keep-every", "none", "--ckpt.at-end"]
+        flags += ["--ckpt.at", "", "--ckpt.micro-interval", "0", "--ckpt.minutes", "none"]
         flags += [
             "--ckpt.stop-minutes",
             "none",
