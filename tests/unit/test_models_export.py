@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,20 @@ def test_the_exported_tokenizer_is_the_one_that_was_trained_with(where, tmp_path
     assert (exported.eos_token, exported.chat_template) == (tokenizer.eos_token, tokenizer.chat_template)
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.chat_template is None
     assert (tmp_path / "out/vocab.json").exists() == (where == "source")
+
+
+@pytest.mark.parametrize("killed_at", ["before the first rename", "between the two"])
+def test_what_a_killed_export_left_behind_goes_with_the_next_one(killed_at, tmp_path):
+    save_reference(tmp_path / "source")
+    model = build(tmp_path / "source")
+    export_hf(model, tmp_path / "source", tmp_path / "out")
+    (tmp_path / "source").rename(tmp_path / ".out.tmp-12")
+    shutil.copytree(tmp_path / ".out.tmp-12", tmp_path / "source")
+    if killed_at == "between the two":
+        (tmp_path / "out").rename(tmp_path / ".out.old-12")
+    (tmp_path / ".out.old-mine").mkdir()
+    export_hf(model, tmp_path / "source", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.old-mine", "out", "source"]
 
 
 def test_large_models_are_split_with_an_index(tmp_path):

@@ -115,7 +115,7 @@ def _checked(manifest: Manifest) -> Manifest:
     for name, value in {**tables, "parent": manifest.parent or {}, "pending": manifest.pending or {}}.items():
         if not isinstance(value, dict):
             raise TypeError(f"{name} is {value!r}, no table")
-    numbers = manifest.metrics.values() if isinstance(manifest.metrics, dict) else [manifest.metrics]
+    numbers: Any = manifest.metrics.values() if isinstance(manifest.metrics, dict) else [manifest.metrics]
     if not all(type(value) in (int, float) and math.isfinite(value) for value in numbers):
         raise TypeError(f"metrics is {manifest.metrics!r}, no table of numbers")
     texts = {"reason": manifest.reason, "created": manifest.created}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,7 +62,7 @@ def export_hf(
         _check_tied(model)
     world = world_from_env()
     staging = out_dir.with_name(f".{out_dir.name}.tmp-{os.getpid()}")
-    on_main(_guard(out_dir, _begin), staging)
+    on_main(_guard(out_dir, _begin), staging, out_dir)
     error: ModelError | None = None
     names = file_names(model, max_file_bytes)
     # every rank gathers to the end, whatever rank 0 meets
@@ -139,9 +140,19 @@ def gathered(
         yield file_name, whole
 
 
-def _begin(staging: Path) -> None:
-    shutil.rmtree(staging, ignore_errors=True)
+def _begin(staging: Path, out_dir: Path) -> None:
+    _remove_leftovers(out_dir, "tmp")
     files.make_dirs(staging)
+
+
+def _remove_leftovers(out_dir: Path, kind: str) -> None:
+    """Removes what exports to this directory have left beside it that were killed, each as large as the model."""
+    if not out_dir.parent.is_dir():
+        return
+    name = re.compile(rf"\.{re.escape(out_dir.name)}\.{kind}-\d+")
+    for path in out_dir.parent.iterdir():
+        if name.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _complete(
@@ -183,6 +194,7 @@ def _replace(staging: Path, out_dir: Path) -> None:
     """Puts `staging` in the place of `out_dir`; a failure leaves what was there."""
     if not out_dir.exists():
         files.rename(staging, out_dir)
+        _remove_leftovers(out_dir, "old")
         return
     previous = out_dir.with_name(f".{out_dir.name}.old-{os.getpid()}")
     files.rename(out_dir, previous)
@@ -191,7 +203,7 @@ def _replace(staging: Path, out_dir: Path) -> None:
     except OSError:
         os.rename(previous, out_dir)
         raise
-    shutil.rmtree(previous, ignore_errors=True)
+    _remove_leftovers(out_dir, "old")
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
