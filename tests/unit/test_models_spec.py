@@ -38,6 +38,8 @@ def test_sliding_window_layers():
     assert _spec("qwen2", **window, max_window_layers=1).windows == (None, 5)
     assert _spec("qwen2", **window, layer_types=["sliding_attention", "full_attention"]).windows == (5, None)
     assert _spec("qwen2", sliding_window=5).windows == (None, None)
+    assert _spec("qwen2", **window | {"sliding_window": None}, max_window_layers=0).windows == (None, None)
+    assert _spec("qwen2", use_sliding_window=True, max_window_layers=0).windows == (4096, 4096)
     assert _spec("llama", sliding_window=5, use_sliding_window=True).windows == (None, None)
 
 

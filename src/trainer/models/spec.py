@@ -269,7 +269,8 @@ def _windows(reader: _Reader, layers: int) -> tuple[int | None, ...]:
     if config["model_type"] == "llama":  # its attention has no window, whatever the file says
         return (None,) * layers
     window = None
-    if reader.flag("use_sliding_window") and reader.get("sliding_window") is not None:
+    # A window of null is none, as in transformers; a file without the key has the family's.
+    if reader.flag("use_sliding_window") and config.get("sliding_window", 0) is not None:
         window = reader.positive("sliding_window")
     kinds = config.get("layer_types")
     if kinds is None:
