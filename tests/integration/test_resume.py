@@ -125,6 +125,18 @@ def test_a8_weights_of_a_run_are_a_start_and_no_resume(whole, tmp_path):
         sft(tmp_path / "wrong", "--model.name", checkpoint(whole, 5), "--no-model.random-init")
 
 
+def test_epochs_are_not_counted_in_batches_of_another_size(tmp_path):
+    """Two steps of an epoch in batches of 8: in batches that are larger, that many may be all there are, and in smaller
+    ones the epoch would be passed over more than once."""
+    flags = ("--max-steps", "none", "--epochs", "1", "--val.interval", "0", "--no-ckpt.export-weights")
+    sft(tmp_path / "run", *flags, "--data.batch-size", "8", "--stop-step", "2")
+    again = ("--resume", "--data.batch-size", "4", "--resume.override", "data.batch_size")
+    with pytest.raises(CheckpointMismatch, match=r"epochs = 1(.|\n)*data.batch_size: checkpoint 8, config 4(.|\n)*--max-steps"):
+        sft(tmp_path / "run", *flags, *again)
+    sft(tmp_path / "run", *flags[4:], *again, "--epochs", "none", "--max-steps", "5", "--scheduler.warmup-steps", "0")
+    assert metrics(tmp_path / "run")[-1]["step"] == 5
+
+
 def test_b5_the_horizon_is_counted_in_steps_and_not_in_epochs(tmp_path):
     """One fall over all steps of three epochs; a resume in the second goes on from where the lr was."""
     flags = ("--max-steps", "none", "--epochs", "3", "--scheduler.type", "cosine", "--val.interval", "0")

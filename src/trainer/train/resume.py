@@ -1,6 +1,6 @@
 """What a resumed run takes from its checkpoint and what from its config, decided before anything is built."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,6 +19,9 @@ C = TypeVar("C", bound=RunConfig)
 
 ORDER = ("data", "seed", "envs", "rl")
 """Config keys, and tables of them, that decide which samples come in which order."""
+
+CUTS = ("data.batch_size", "data.epoch_end", "data.seq_len", "data.pack")
+"""Config keys that decide how many batches an epoch has."""
 
 DOCUMENTS = ("data.train_on", "data.train_on_prompt", "data.on_bad_row", "model.tokenizer", "model.chat_template")
 """Config keys that decide what the documents of the sources are: with them another `data.sources` is wanted as well."""
@@ -91,6 +94,7 @@ def plan(config: RunConfig, saved: Any) -> ResumePlan:
             f"the checkpoint was written with optim.type = {before.optim.type!r}, this run has {config.optim.type!r}: "
             f"optimizer state cannot be carried over; leave it out with --ckpt.skip-optimizer"
         )
+    _check_length(config, found, skip)
     override_data = {name for name in override if name.split(".")[0] in ORDER}
     if any(within(key, override) for key in DOCUMENTS):
         override_data.add("data.sources")
@@ -104,6 +108,20 @@ def plan(config: RunConfig, saved: Any) -> ResumePlan:
         override_data=frozenset(override_data),
         skip=skip,
     )
+
+
+def _check_length(config: RunConfig, found: Sequence[Difference], skip: Set[str]) -> None:
+    """Refuses to count `epochs` in batches of a kind that those already taken were not of.
+
+    With half of one epoch trained in batches of 4, batches of 8 would come to the number of steps that are done.
+    """
+    cuts = [difference for difference in found if difference.key in CUTS]
+    if config.epochs is not None and cuts and "progress" not in skip:
+        lines = [f"  {cut.key}: checkpoint {cut.saved!r}, config {cut.current!r}" for cut in cuts]
+        raise CheckpointMismatch(
+            "\n".join([f"epochs = {config.epochs} cannot be counted in steps across a change of how an epoch is cut:", *lines])
+            + "\nSay how many steps the run shall have in all, those of the checkpoint included: --epochs none --max-steps N"
+        )
 
 
 def start_of_schedule(config: RunConfig, plan: ResumePlan, step: int, max_steps: int) -> int:
