@@ -15,6 +15,7 @@ from trainer.config.data import DataConfig, FakeConfig, SourceConfig
 from trainer.core.distributed import World, world_from_env
 from trainer.data.build import TrainData, build_data
 from trainer.data.loader import BatchLoader
+from trainer.data.store import StoreWriter
 from trainer.data.tokenize import cache_dir
 from trainer.errors import DataError, TrainerError
 
@@ -65,6 +66,19 @@ def test_every_format_becomes_documents(tmp_path):
     assert decoded[0][1] == "yo<|im_end|>"
     assert decoded[2] == ("1+1=2<|endoftext|>", "2<|endoftext|>")
     assert decoded[3] == ("plain text<|endoftext|>",) * 2
+
+
+def test_what_a_killed_process_has_left_goes_and_what_another_one_writes_stays(tmp_path):
+    place = tmp_path / "tokens" / "key"
+    at_work, killed = StoreWriter(place).__enter__(), StoreWriter(place).__enter__()
+    os.close(killed._lock_fd)  # as the kernel does
+    with StoreWriter(place) as writer:
+        writer.add([(np.arange(3, dtype=np.int32), np.ones(3, np.uint8))], [0])
+        writer.commit("source", 0, ())
+        held = sorted(path.name for path in (at_work._temporary, at_work._lock_path, place, writer._lock_path))
+        assert sorted(path.name for path in place.parent.iterdir()) == held
+    at_work.__exit__()
+    assert list(place.parent.iterdir()) == [place]
 
 
 def test_tokens_are_made_once_and_found_again(tmp_path, monkeypatch):

@@ -13,9 +13,12 @@ A store is a directory named after everything its tokens depend on::
 It is written under a temporary name, synced and renamed, so it is there as a whole or not at all.
 """
 
+import fcntl
 import json
+import os
 import shutil
 import uuid
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, Self
@@ -129,11 +132,17 @@ class TokenStore:
 
 
 class StoreWriter:
-    """Writes one store, document by document; a context manager that leaves nothing behind unless `commit` is called."""
+    """Writes one store, document by document; a context manager that leaves nothing behind unless `commit` is called.
+
+    Beside its temporary directory lies a file that is locked while it writes. What a killed process has left, all tokens
+    of a source perhaps, is told by its lock being free, and goes when the store is written the next time.
+    """
 
     def __init__(self, directory: Path):
         self.directory = directory
         self._temporary = directory.with_name(f"{directory.name}.{uuid.uuid4().hex[:12]}.tmp")
+        self._lock_path = self._temporary.with_suffix(".lock")
+        self._lock_fd = -1
         self.tokens = 0
         self._lengths: list[int] = []
         self._rows: list[int] = []
@@ -141,7 +150,11 @@ class StoreWriter:
 
     def __enter__(self) -> Self:
         make_dirs(self.directory.parent)
-        self._temporary.mkdir()
+        self._remove_leftovers()
+        self._lock_fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        with suppress(OSError):  # a file system without locks: then nobody will find it free either
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._temporary.mkdir()  # after the lock: a directory whose lock is free belongs to nobody
         self._ids = DurableFile(self._temporary / "ids.bin")
         self._mask = DurableFile(self._temporary / "mask.bin")
         return self
@@ -150,6 +163,20 @@ class StoreWriter:
         self._ids.close()
         self._mask.close()
         shutil.rmtree(self._temporary, ignore_errors=True)
+        self._lock_path.unlink(missing_ok=True)
+        os.close(self._lock_fd)
+
+    def _remove_leftovers(self) -> None:
+        for temporary in self.directory.parent.glob(f"{self.directory.name}.*.tmp"):
+            lock_path = temporary.with_suffix(".lock")
+            with suppress(OSError):  # no lock, or held: another process writes the same store
+                fd = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(temporary, ignore_errors=True)
+                    lock_path.unlink(missing_ok=True)
+                finally:
+                    os.close(fd)
 
     def add(self, documents: list[tuple[NDArray[np.int32], NDArray[np.uint8]]], rows: list[int]) -> None:
         """Appends documents (ids int32, mask uint8) with their row numbers."""
