@@ -131,7 +131,9 @@ def test_epochs_are_not_counted_in_batches_of_another_size(tmp_path):
     flags = ("--max-steps", "none", "--epochs", "1", "--val.interval", "0", "--no-ckpt.export-weights")
     sft(tmp_path / "run", *flags, "--data.batch-size", "8", "--stop-step", "2")
     again = ("--resume", "--data.batch-size", "4", "--resume.override", "data.batch_size")
-    with pytest.raises(CheckpointMismatch, match=r"epochs = 1(.|\n)*data.batch_size: checkpoint 8, config 4(.|\n)*--max-steps"):
+    with pytest.raises(
+        CheckpointMismatch, match=r"epochs = 1(.|\n)*data.batch_size: checkpoint 8, config 4(.|\n)*--max-steps"
+    ):
         sft(tmp_path / "run", *flags, *again)
     sft(tmp_path / "run", *flags[4:], *again, "--epochs", "none", "--max-steps", "5", "--scheduler.warmup-steps", "0")
     assert metrics(tmp_path / "run")[-1]["step"] == 5

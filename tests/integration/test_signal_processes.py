@@ -121,6 +121,18 @@ def test_e10_sigterm_to_torchrun(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_killed_is_told_in_a_line_by_the_others(tmp_path):
+    run_dir = tmp_path / "run"
+    process = start(*TORCHRUN, "-m", "trainer", "sft", *LONG, "--output-dir", run_dir)
+    runs.wait_for_step(run_dir, 2, process)
+    os.kill(pid_of_rank(run_dir, 1), signal.SIGKILL)
+    text = output_of(process)
+    told, found, _ = text.partition("error (rank 0): rank 0 of 2 has lost another rank: ")
+    assert found and "Traceback" not in told, text  # torchrun prints one of its own afterwards
+    assert "the run ends with TrainingError: rank 0 of 2 has lost" in (run_dir / "logs" / "rank_0.log").read_text()
+
+
+@pytest.mark.slow
 def test_e10_sigterm_to_one_rank_and_the_agent_starts_them_again(tmp_path):
     """Both ranks stop at one boundary; with --max-restarts the agent starts them anew, and they resume by themselves."""
     whole, run_dir = tmp_path / "whole", tmp_path / "run"

@@ -155,6 +155,18 @@ def _check_rendezvous(world: World) -> None:
         raise LaunchError(f"WORLD_SIZE = {world.size}, but {' and '.join(missing)} {verb} not set; {_HOW_TO_START}")
 
 
+# What gloo says when the process at the other end is gone, or does not answer within the timeout.
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "timeout caused pair closure")
+
+
+def has_lost_a_rank(error: RuntimeError) -> bool:
+    """Whether a collective failed because another rank is gone, and not for a fault of this one."""
+    import torch.distributed as dist
+
+    told = type(error) is RuntimeError and any(text in str(error) for text in _LOST)
+    return _active() and (told or isinstance(error, dist.DistError))
+
+
 def build_mesh(device_type: str, dp_replicate: int, dp_shard: int, world_size: int) -> "DeviceMesh | None":
     """Returns the mesh ("shard") or ("replicate", "shard"), or None for a single process.
 

@@ -119,7 +119,9 @@ def _check_length(config: RunConfig, found: Sequence[Difference], skip: Set[str]
     if config.epochs is not None and cuts and "progress" not in skip:
         lines = [f"  {cut.key}: checkpoint {cut.saved!r}, config {cut.current!r}" for cut in cuts]
         raise CheckpointMismatch(
-            "\n".join([f"epochs = {config.epochs} cannot be counted in steps across a change of how an epoch is cut:", *lines])
+            "\n".join(
+                [f"epochs = {config.epochs} cannot be counted in steps across a change of how an epoch is cut:", *lines]
+            )
             + "\nSay how many steps the run shall have in all, those of the checkpoint included: --epochs none --max-steps N"
         )
 

@@ -63,7 +63,11 @@ def start(loaded: Loaded[C], recipe: Recipe, *, owns_process: bool = False) -> I
         rundir.opened(config) as run_dir,
     ):
         setup_logging(config.log.level, run_dir / "logs", world.rank)
-        with _end_in_the_log(), _requests(config, run_dir, world, owns_process) as requests:
+        with (
+            _end_in_the_log(),
+            _ranks_that_are_lost(world),
+            _requests(config, run_dir, world, owns_process) as requests,
+        ):
             run = _build_from_sound(loaded, recipe, world, device, run_dir, requests)
             with run.metrics, run.checkpoints:
                 try:
@@ -99,6 +103,20 @@ def _memory_that_runs_out() -> Iterator[None]:
         raise TrainingError(
             f"out of memory: {first_line(error)}. Less is needed with a smaller data.micro_batch_size (same step) or "
             'data.seq_len, model.activation_checkpointing = "full", model.offload = "full", or more ranks to shard over'
+        ) from error
+
+
+@contextmanager
+def _ranks_that_are_lost(world: World) -> Iterator[None]:
+    """Tells in words that another rank is gone, wherever in the block a collective finds out."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not distributed.has_lost_a_rank(error):
+            raise
+        raise TrainingError(
+            f"rank {world.rank} of {world.size} has lost another rank: {first_line(error)}. Why that one ended is the first "
+            "error above or in logs/rank_*.log; where there is none it was killed, as for want of memory. Go on with --resume"
         ) from error
 
 
