@@ -13,14 +13,14 @@ from trainer.rl.envs import Environment
 
 
 class Hostile(Environment):
-    def __init__(self, words: int = 1, reward: float = 0.35):
+    def __init__(self, words: int = 1, reward: float | None = 0.35):
         self.words, self.reward = words, reward
 
     def sample(self, rng):
         return f"say {rng.integers(1000)} " * self.words, {}
 
     def score(self, info, completion):
-        return self.reward
+        return len(completion) + sum(map(ord, completion)) if self.reward is None else self.reward
 """
 LOSSES = """
 def wrong_signature(tokens):
@@ -52,6 +52,11 @@ def log_of(run_dir: Path) -> str:
         (["words=60"], (), "20 groups were left out as 'unscored'"),
         (["reward=NaN"], (), "20 groups were left out as 'unscored'"),
         ([], ("--rl.filter-equal",), "20 groups were left out as 'equal'"),
+        (  # rewards differ, but only those of completions that are masked
+            ["reward=null"],
+            ("--rl.filter-equal", "--objective.overlong", "mask", "--rl.max-new-tokens", "1"),
+            "20 groups were left out as 'equal'",
+        ),
         ([], ("--envs.0.min-reward", "0.5", "--envs.1.min-reward", "0.5"), "20 groups were left out as 'too_hard'"),
         ([], ("--objective.overlong", "mask", "--rl.max-new-tokens", "1"), "16 rollouts were cut or not scored"),
     ],
@@ -62,7 +67,37 @@ def test_steps_without_anything_to_train_on_say_so_and_change_nothing(args, flag
     assert f"step 1 has nothing to train on: {why}" in log_of(run_dir)
     assert [(row["loss"], row["grad_norm"]) for row in metrics(run_dir)] == [(0.0, 0.0)] * 2
     if "words=60" in args:
-        assert "which leaves no room to answer in data.seq_len = 64" in log_of(run_dir)
+        assert "which leaves no room to answer in 64" in log_of(run_dir)
+
+
+TALK = """
+from trainer.rl.envs import Environment
+
+
+class Talk(Environment):
+    \"""Some prompts are longer than the model's context of 128 tokens, and the others' conversations become so.\"""
+
+    def sample(self, rng):
+        return "say " + "a" * int(rng.choice([60, 200])) + str(rng.integers(1000)), {}
+
+    def step(self, info, messages):
+        return "more"
+
+    def score(self, info, completion):
+        return float(len(set(completion)))
+"""
+
+
+def test_what_exceeds_the_models_context_costs_its_samples(tmp_path):
+    (tmp_path / "talk.py").write_text(TALK)
+    envs = [word for n in "01" for word in (f"--envs.{n}.name", f"{tmp_path}/talk.py:Talk")]
+    stops = [word for letter in "aeioutnrsldc" for word in ("--rl.stop", letter)]
+    flags = (*SHORT, *envs, *stops, "--max-steps", "2", "--data.seq-len", "256", "--rl.max-turns", "60")
+    rl(tmp_path / "run", *flags)
+    assert "data.seq_len = 256, but" in log_of(tmp_path / "run") and "128 positions" in log_of(tmp_path / "run")
+    assert "which leaves no room to answer" in log_of(tmp_path / "run")
+    rows = [row for path in (tmp_path / "run" / "rollouts").iterdir() for row in read(path)]
+    assert {row["finish_reason"] for row in rows} >= {"length"} and max(row["turns"] for row in rows) > 1
 
 
 def test_a_batch_without_a_trained_rollout_is_kept_over_its_iterations(tmp_path):

@@ -67,7 +67,8 @@ class RLSection(Section):
     max_lag: NonNegativeInt = 0
     """Steps by which the weights that generated a batch may be older than those it trains; 0 = generate, then train."""
     filter_equal: bool = False
-    """Leave out groups whose rewards are all equal, which teach nothing, and draw other prompts in their place."""
+    """Leave out groups whose rewards are all equal, cut completions aside under overlong = "mask": they teach nothing. Other
+    prompts are drawn in their place."""
     max_resamples: NonNegativeInt = 4
     """Rounds of further prompts that the filters may cause in one batch; what is missing then is missing."""
 

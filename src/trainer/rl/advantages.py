@@ -48,6 +48,11 @@ def advantages(rewards: Sequence[Sequence[float | None]], kind: AdvantageKind) -
     return results
 
 
+def are_equal(rewards: Sequence[float]) -> bool:
+    """Whether they give no advantage but 0: all are the same, but for how they were summed up, or there are none."""
+    return not rewards or max(rewards) - min(rewards) <= _ROUNDING * max(map(abs, rewards))
+
+
 def _counts(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
 
@@ -80,7 +85,7 @@ def _over_batch(groups: list[list[float]], *, single: bool) -> list[list[float]]
 
 def _centered(values: list[float]) -> list[float]:
     """Returns each value less their mean; exactly 0 where all are equal."""
-    if not values or max(values) - min(values) <= _ROUNDING * max(map(abs, values)):
+    if are_equal(values):
         return [0.0] * len(values)
     differences = [value - min(values) for value in values]
     mean = math.fsum(differences) / len(differences)

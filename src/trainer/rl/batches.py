@@ -24,7 +24,6 @@ from trainer.rl.rendering import Renderer
 from trainer.rl.report import describe_groups
 from trainer.rl.rows import RolloutBatch, TrainedRollout, lay_out
 from trainer.rl.source import Batch, RolloutSource
-from trainer.rl.types import Rollout
 from trainer.train.run import Run
 from trainer.train.supply import Place
 
@@ -115,18 +114,13 @@ class RolloutBatches:
     def _prepare(self, batch: Batch) -> tuple[list[TrainedRollout], float, list[list[float]]]:
         """Returns the rollouts that are trained on, the loss's denominator, and every rollout's advantage."""
         config, groups = self._place.config, batch.groups
-        masks = config.objective.overlong == "mask"
-
-        def counted(rollout: Rollout) -> bool:
-            return rollout.reward is not None and not (masks and rollout.finish_reason == "length")
-
-        rewards = [[r.reward if counted(r) else None for r in group.rollouts] for group in groups]
+        rewards = [[r.reward_under(config.objective.overlong) for r in group.rollouts] for group in groups]
         values = advantages(rewards, config.objective.advantage)
         members = [
             (f"{group.number}:{sample}", rollout, value)
-            for group, of_group in zip(groups, values, strict=True)
-            for sample, (rollout, value) in enumerate(zip(group.rollouts, of_group, strict=True))
-            if counted(rollout) and rollout.trained.any()
+            for group, known, of_group in zip(groups, rewards, values, strict=True)
+            for sample, (rollout, reward, value) in enumerate(zip(group.rollouts, known, of_group, strict=True))
+            if reward is not None and rollout.trained.any()
         ]
         lengths = [int(rollout.trained.sum()) for _, rollout, _ in members]
         weights, total = aggregation(lengths, config.objective.aggregate, config.rl.max_new_tokens)
@@ -165,7 +159,7 @@ class RolloutBatches:
         return found.to(micro_batch.labels.device)
 
     def _measures(self, batch: Batch, seconds: float, step: int) -> dict[str, float]:
-        found = describe_groups(batch.groups, step)
+        found = describe_groups(batch.groups, step, self._place.config.objective.overlong)
         if batch.steps == 1:
             tokens = sum(int(r.trained.sum()) for group in batch.groups for r in group.rollouts)
             found |= {"rollout_seconds": seconds, "rollout_tokens_per_second": tokens / max(seconds, 1e-9)}

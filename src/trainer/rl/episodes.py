@@ -122,7 +122,7 @@ def _begin(prompt: Prompt, samples: int, *, renderer: Renderer, scorer: Scorer, 
         raise DataError(f"{where}: {error}") from error
     error = None
     if len(ids) >= seq_len:
-        why = f"the prompt has {len(ids)} tokens, which leaves no room to answer in data.seq_len = {seq_len}"
+        why = f"the prompt has {len(ids)} tokens, which leaves no room to answer in {seq_len} (data.seq_len or the context)"
         error = scorer.lose(prompt, why)
         ids = ids[:seq_len]
     episodes = []

@@ -2,17 +2,16 @@
 
 import dataclasses
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.arguments import did_you_mean
 from trainer.errors import ConfigError
 from trainer.rl.envs import Environment, Score
+from trainer.rl.gym_items import Items, RemoteItems, open_items
 
 if TYPE_CHECKING:
     import numpy as np
 
-_ITEMS = 2**30  # numbers of items to draw from; a data set seeds a generator with its seed + the number
 _OWN_ARGUMENTS = ("answer_tag", "partial")
 
 
@@ -23,21 +22,18 @@ class ReasoningGym(Environment):
     so teaches little. The part "partial" is what the scorer gave.
 
     Args:
-        dataset: a `reasoning_gym.dataset.ProceduralDataset`.
+        items: of the task.
         answer_tag: the answer is what stands in the last <tag>...</tag> of a completion, or nothing; None = all of it.
         partial: reward the scorer's partial credit.
     """
 
-    def __init__(self, dataset: Any, answer_tag: str | None = None, partial: bool = False):
-        self.dataset, self.answer_tag, self.partial = dataset, answer_tag, partial
-        self._entry = lru_cache(maxsize=256)(
-            dataset.__getitem__
-        )  # facts may not be JSON-able: scoring makes them again
+    def __init__(self, items: Items | RemoteItems, answer_tag: str | None = None, partial: bool = False):
+        self.items, self.answer_tag, self.partial = items, answer_tag, partial
 
     def sample(self, rng: "np.random.Generator") -> tuple[str, dict[str, Any]]:
-        item = int(rng.integers(_ITEMS))
-        entry = self._entry(item)
-        return entry["question"], {"item": item, "answer": str(entry["answer"])}
+        item = int(rng.integers(self.items.size))
+        question, answer = self.items.text(item)
+        return question, {"item": item, "answer": answer}
 
     def score(self, info: Mapping[str, Any], completion: str) -> Score:
         answer = completion.strip()
@@ -45,7 +41,7 @@ class ReasoningGym(Environment):
             _, opened, rest = answer.rpartition(f"<{self.answer_tag}>")
             inside, closed, _ = rest.partition(f"</{self.answer_tag}>")
             answer = inside.strip() if opened and closed else ""
-        marks = float(self.dataset.score_answer(answer=answer, entry=self._entry(info["item"])))
+        marks = self.items.marks(info["item"], answer)
         return Score(marks if self.partial else float(marks >= 1.0), {"partial": marks})
 
 
@@ -56,7 +52,6 @@ def reasoning_gym(task: str, arguments: dict[str, Any], key: str) -> Environment
         ConfigError: the package, the task or an argument does not exist.
     """
     try:
-        import reasoning_gym  # pyright: ignore[reportMissingImports]
         from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise _missing("reasoning-gym", key, error) from error
@@ -76,9 +71,8 @@ def reasoning_gym(task: str, arguments: dict[str, Any], key: str) -> Environment
                 f"{did_you_mean(name, choices)}"
             )
     try:
-        dataset = reasoning_gym.create_dataset(task, size=_ITEMS, seed=0, **rest)
-        return ReasoningGym(dataset, **own)
-    except (AssertionError, TypeError, ValueError) as error:
+        return ReasoningGym(open_items(task, rest), **own)
+    except Exception as error:  # another package's constructor may raise anything
         raise ConfigError(f"{key}.args: reasoning-gym:{task} does not take {rest}: {error}") from error
 
 

@@ -1,19 +1,21 @@
 """What a step's row of metrics says about its rollouts."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
+from trainer.rl.advantages import are_equal
 from trainer.rl.types import Group, Rollout
 
 
-def describe_groups(groups: Sequence[Group], version: int) -> dict[str, float]:
+def describe_groups(groups: Sequence[Group], version: int, overlong: Literal["keep", "mask"]) -> dict[str, float]:
     """Returns reward, its parts, lengths and shares over the rollouts of a batch.
 
     Keys: reward (mean), reward_std (over all rollouts), reward/PART, completion_tokens (mean; of the model, all turns),
     completion_tokens_max, turns (mean), truncated_share, unscored (rollouts whose scoring failed), equal_share (groups whose
-    rewards are all equal: no advantage but 0), staleness (steps between the oldest token's weights and these, mean),
-    staleness_max.
+    rewards are all equal, of the rollouts that count: no advantage but 0), staleness (steps between the oldest token's
+    weights and these, mean), staleness_max.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
@@ -28,7 +30,7 @@ def describe_groups(groups: Sequence[Group], version: int) -> dict[str, float]:
         "turns": _mean([rollout.turns for rollout in rollouts]),
         "truncated_share": _mean([rollout.finish_reason == "length" for rollout in rollouts]),
         "unscored": len(rollouts) - len(scored),
-        "equal_share": _mean([_is_equal(group) for group in groups]),
+        "equal_share": _mean([teaches_nothing(group, overlong) for group in groups]),
         "staleness": float(lags.mean()),
         "staleness_max": int(lags.max()),
     }
@@ -43,8 +45,10 @@ def _parts(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {f"reward/{name}": _mean([r.parts[name] for r in rollouts if name in r.parts]) for name in names}
 
 
-def _is_equal(group: Group) -> bool:
-    return len({rollout.reward for rollout in group.rollouts if rollout.reward is not None}) <= 1
+def teaches_nothing(group: Group, overlong: Literal["keep", "mask"]) -> bool:
+    """Whether no rollout of the group gets another advantage than 0: the rewards that count are equal, or there are none."""
+    rewards = [rollout.reward_under(overlong) for rollout in group.rollouts]
+    return are_equal([reward for reward in rewards if reward is not None])
 
 
 def _mean(values: Sequence[float]) -> float:

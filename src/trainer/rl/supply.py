@@ -10,10 +10,11 @@ from trainer.config.model import ModelConfig
 from trainer.config.rl import ObjectiveConfig
 from trainer.config.run import RLConfig
 from trainer.core.distributed import gather_objects
+from trainer.core.log import logger
 from trainer.data.batch import MicroBatch
 from trainer.data.build import build_data
 from trainer.data.loader import BatchLoader
-from trainer.errors import ModelError
+from trainer.errors import ConfigError, ModelError
 from trainer.models.base import CausalLM
 from trainer.models.build import build_model
 from trainer.models.files import resolve_model_dir
@@ -28,6 +29,7 @@ from trainer.rl.measures import Measures
 from trainer.rl.objective import policy_function
 from trainer.rl.prompts import PromptSequence
 from trainer.rl.rendering import Renderer, stop_ids
+from trainer.rl.report import teaches_nothing
 from trainer.rl.scoring import Scorer
 from trainer.rl.source import RolloutSource
 from trainer.rl.types import Generator, Group, Prompt, Sampling
@@ -78,6 +80,7 @@ class RLSupply(Supply):
         self.batches = RolloutBatches(source, place, self.renderer, self.names, examples)
         policy_function(config.objective)  # a custom loss that does not exist is told now
         self._tokenizer, self._world = place.tokenizer, place.world
+        self._conversation_tokens = config.data.seq_len
         self._scorer: Scorer | None = None
         self._engine: Generator | None = None
         self._place = place
@@ -86,6 +89,7 @@ class RLSupply(Supply):
         return Boundaries(1, "carry", lambda epoch: 1)  # how many micro-steps a batch takes is known when it is there
 
     def attach(self, run: Run) -> None:
+        self._limit_conversations(run.model)
         self._scorer = Scorer(self.environments, self.config.seed)
         self._engine = build_engine(self.config, run.model, self._place)
         self.batches.attach(run, self._frozen_models(run))
@@ -135,9 +139,20 @@ class RLSupply(Supply):
             config=self.config.rl,
             sampling=sampling,
             seed=self.config.seed,
-            seq_len=self.config.data.seq_len,
+            seq_len=self._conversation_tokens,
             purpose=purpose,
         )
+
+    def _limit_conversations(self, model: CausalLM) -> None:
+        """No conversation is longer than the model's context: an engine would refuse its next turn, and end the run."""
+        context, seq_len = model.context_tokens, self.config.data.seq_len
+        if context is None or seq_len <= context:
+            return
+        has = f"{self.config.model.name} has {context} positions (max_position_embeddings)"
+        if model.learned_positions:  # padding of a row would be beyond them
+            raise ConfigError(f"rows have {seq_len} tokens, but {has}, and none beyond; set data.seq_len = {context}")
+        logger.warning(f"data.seq_len = {seq_len}, but {has}: conversations end there")
+        self._conversation_tokens = context
 
     def _why_left_out(self, group: Group) -> str | None:
         """Returns the filter that keeps a group out of training, or None."""
@@ -150,7 +165,8 @@ class RLSupply(Supply):
             return "too_hard"
         if env.max_reward is not None and mean > env.max_reward:
             return "too_easy"
-        return "equal" if self.config.rl.filter_equal and len(set(rewards)) == 1 else None
+        is_equal = self.config.rl.filter_equal and teaches_nothing(group, self.config.objective.overlong)
+        return "equal" if is_equal else None
 
     def _frozen_models(self, run: Run) -> dict[str, CausalLM]:
         """Returns the reference and the teacher, where the objective asks for them."""

@@ -133,6 +133,10 @@ class Rollout:
     parts: dict[str, float] = field(default_factory=dict)
     error: str | None = None
 
+    def reward_under(self, overlong: Literal["keep", "mask"]) -> float | None:
+        """Returns the reward that loss and baseline know of: None where it is in neither (see `objective.overlong`)."""
+        return None if overlong == "mask" and self.finish_reason == "length" else self.reward
+
 
 @dataclass
 class Group:
