@@ -50,7 +50,10 @@ class WarmRun:
                 self.kill()
                 if not failed:
                     raise TimeoutError(f"not ended after {timeout} s:\n{self.output()}")
-            next(process for process in self.processes if process.is_alive()).join(0.05)
+            for process in self.processes:
+                if process.is_alive():
+                    process.join(0.05)
+                    break
         return [process.exitcode for process in self.processes]
 
     def output(self) -> str:
