@@ -76,9 +76,10 @@ class RLSection(Section):
 class ObjectiveConfig(Section):
     """What is maximised ([objective])."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "maxrl"] = "grpo"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl"] = "grpo"
     """Baseline and scale of the rewards: "grpo" = (r - mean) / std of the group; "dr_grpo" without the std; "rloo" leave
-    one out; "reinforce_pp" with the std of the whole batch; "maxrl" = (r - mean) / mean, for rewards from 0."""
+    one out; "reinforce_pp" = (r - mean) / std of the whole batch; "reinforce_pp_baseline" with the group's mean; "maxrl" =
+    (r - mean) / mean, for rewards from 0."""
     loss: Literal["ppo", "gspo", "cispo", "dppo", "ipo", "reinforce", "custom"] = "ppo"
     """Policy loss: "ppo" clips token ratios, "gspo" sequence ratios, "cispo" clips the weight and keeps the gradient, "dppo"
     and "ipo" mask tokens that moved too far, "reinforce" has no ratio; "custom": `class_path`."""

@@ -55,6 +55,12 @@ def _objective_rules(c: "RLConfig") -> Iterator[Broken]:
             ("rl.samples", "objective.advantage"),
             f'with one completion of each prompt {o.advantage} has nothing to compare: raise rl.samples, or take "reinforce_pp"',
         )
+    if c.rl.filter_equal and o.advantage == "reinforce_pp":
+        yield Broken(
+            ("rl.filter_equal", "objective.advantage"),
+            "the baseline of reinforce_pp is the batch's mean, against which a group of equal rewards does teach: leave "
+            'rl.filter_equal off, or take "reinforce_pp_baseline"',
+        )
     if (o.loss == "custom") != (o.class_path is not None):
         yield Broken(
             ("objective.loss", "objective.class_path"),

@@ -1,10 +1,11 @@
 """Rewards of a batch of groups to one advantage per rollout: the baselines and scales of the critic-free methods.
 
-    grpo          (r - mean) / std of the group              DeepSeekMath, Shao et al. 2024, arXiv:2402.03300
-    dr_grpo       r - mean of the group                      Liu et al. 2025, arXiv:2503.20783
-    rloo          r - mean of the group's other rollouts     Ahmadian et al. 2024, arXiv:2402.14740
-    reinforce_pp  (r - mean of the group) / std of the batch Hu et al. 2025, arXiv:2501.03262
-    maxrl         (r - mean) / mean of the group             Tajwar et al. 2026, arXiv:2602.02710
+    grpo                   (r - mean) / std of the group               DeepSeekMath, Shao et al. 2024, arXiv:2402.03300
+    dr_grpo                r - mean of the group                       Liu et al. 2025, arXiv:2503.20783
+    rloo                   r - mean of the group's other rollouts      Ahmadian et al. 2024, arXiv:2402.14740
+    reinforce_pp           (r - mean) / std of the batch               Hu et al. 2025, arXiv:2501.03262
+    reinforce_pp_baseline  (r - mean of the group) / std of the batch  the same
+    maxrl                  (r - mean) / mean of the group              Tajwar et al. 2026, arXiv:2602.02710
 
 Standard deviations are those of a sample (n - 1), as `torch.std` computes them. Means are correctly rounded (`fsum`) over
 differences to the least reward: they do not depend on the order, and equal rewards give exactly 0.
@@ -16,7 +17,7 @@ from typing import Literal, TypeGuard
 
 from trainer.errors import TrainingError
 
-AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "maxrl"]
+AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl"]
 
 _ROUNDING = 1e-9
 """Rewards closer together than this, relative to the largest, are equal: their difference is how they were summed up."""
@@ -26,8 +27,7 @@ def advantages(rewards: Sequence[Sequence[float | None]], kind: AdvantageKind) -
     """Returns one advantage for each reward, in the same layout.
 
     A rollout without a reward (None, or not finite) takes part in no statistic and gets 0. So does one whose group holds no
-    other reward: it has no baseline. Only "reinforce_pp" knows one for groups of a single sample: where all groups are
-    such, the batch's mean takes the place of the group's (the paper's form for one sample per prompt).
+    other reward: it has no baseline. Only "reinforce_pp" has one for it, the mean of the whole batch.
 
     Args:
         rewards: one sequence for each group of the whole global batch; groups may differ in size.
@@ -38,7 +38,9 @@ def advantages(rewards: Sequence[Sequence[float | None]], kind: AdvantageKind) -
     """
     known = [[value for value in group if _counts(value)] for group in rewards]
     if kind == "reinforce_pp":
-        found = _over_batch(known, single=all(len(group) == 1 for group in rewards))
+        found = _over_std_of_batch(_centered_on_batch(known), least=1)
+    elif kind == "reinforce_pp_baseline":
+        found = _over_std_of_batch([_centered(values) for values in known], least=2)
     else:
         found = [_of_group(values, kind) for values in known]
     results = []
@@ -72,14 +74,15 @@ def _of_group(values: list[float], kind: AdvantageKind) -> list[float]:
     return [value / scale for value in centered]
 
 
-def _over_batch(groups: list[list[float]], *, single: bool) -> list[list[float]]:
-    if single:
-        whole = iter(_centered([value for values in groups for value in values]))
-        centered = [[next(whole) for _ in values] for values in groups]
-    else:
-        centered = [_centered(values) for values in groups]
-    # A lone reward is its own mean: its 0 says nothing about how far rewards lie apart.
-    std = _std([value for values in centered if single or len(values) > 1 for value in values])
+def _centered_on_batch(groups: list[list[float]]) -> list[list[float]]:
+    whole = iter(_centered([value for values in groups for value in values]))
+    return [[next(whole) for _ in values] for values in groups]
+
+
+def _over_std_of_batch(centered: list[list[float]], *, least: int) -> list[list[float]]:
+    """Divides by the std over all groups of at least `least` rewards: a lone one is its own mean, and its 0 says nothing
+    about how far rewards lie apart."""
+    std = _std([value for values in centered if len(values) >= least for value in values])
     return [[value / std if std else 0.0 for value in values] for values in centered]
 
 

@@ -14,8 +14,8 @@ def describe_groups(groups: Sequence[Group], version: int, overlong: Literal["ke
 
     Keys: reward (mean), reward_std (over all rollouts), reward/PART, completion_tokens (mean; of the model, all turns),
     completion_tokens_max, turns (mean), truncated_share, unscored (rollouts whose scoring failed), equal_share (groups whose
-    rewards are all equal, of the rollouts that count: no advantage but 0), staleness (steps between the oldest token's
-    weights and these, mean), staleness_max.
+    rewards are all equal, of the rollouts that count: against the group's mean no advantage but 0), staleness (steps
+    between the oldest token's weights and these, mean), staleness_max.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
@@ -46,7 +46,7 @@ def _parts(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def teaches_nothing(group: Group, overlong: Literal["keep", "mask"]) -> bool:
-    """Whether no rollout of the group gets another advantage than 0: the rewards that count are equal, or there are none."""
+    """Whether no rollout is above or below the group's mean: the rewards that count are equal, or there are none."""
     rewards = [rollout.reward_under(overlong) for rollout in group.rollouts]
     return are_equal([reward for reward in rewards if reward is not None])
 
