@@ -49,7 +49,13 @@ SEEN = {
     "nothing to learn": ("equal_share", "unscored", "groups", "stale"),
     "the policy": ("entropy", "kl", "ratio", "ratio_deviation_max", "clip_low", "clip_high", "masked"),
     "engine and trainer": ("mismatch", "mismatch_max", "staleness", "staleness_max"),
-    "speed": ("rollout_seconds", "rollout_tokens_per_second", "tokens_per_second", "step_seconds"),
+    "speed": (
+        "rollout_seconds",
+        "rollout_wait_seconds",
+        "rollout_tokens_per_second",
+        "tokens_per_second",
+        "step_seconds",
+    ),
     "held-out prompts": ("eval_reward", "eval/avg@3", "eval/pass@1", "eval/pass@3", "eval/truncated", "eval_seconds"),
 }
 

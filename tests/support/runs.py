@@ -21,6 +21,7 @@ TIMING = (
     "step_seconds",
     "peak_memory_gib",
     "rollout_seconds",
+    "rollout_wait_seconds",
     "rollout_tokens_per_second",
     "eval_seconds",
 )

@@ -1,5 +1,8 @@
 """Generating ahead with an engine outside this process, which takes new weights while it generates."""
 
+import time
+from collections.abc import Sequence
+
 import numpy as np
 
 from support.scripted import SilentGenerator
@@ -15,16 +18,20 @@ FLAGS = (
 )
 
 
+def source_of() -> RolloutSource:
+    return RolloutSource(load_config(RLConfig, FLAGS.split()).config, World(), order={}, keep=lambda group: None)
+
+
+def group(number: int, version: int) -> Group:
+    one, versions = np.ones(1, np.int32), np.full(1, version, np.int32)
+    rollout = Rollout(one, one.astype(bool), one.astype(np.float32), versions, "stop", reward=1.0)
+    return Group(number, f"0:{number}", [rollout])
+
+
 def test_every_prompt_comes_once_and_no_token_is_older_than_allowed():
     engine = SilentGenerator(overlaps=True)
-    source = RolloutSource(load_config(RLConfig, FLAGS.split()).config, World(), order={}, keep=lambda group: None)
-
-    def group(number: int) -> Group:
-        one, version = np.ones(1, np.int32), np.full(1, engine.version, np.int32)
-        rollout = Rollout(one, one.astype(bool), one.astype(np.float32), version, "stop", reward=1.0)
-        return Group(number, f"0:{number}", [rollout])
-
-    source.attach(engine, lambda numbers: [group(number) for number in numbers])
+    source = source_of()
+    source.attach(engine, lambda numbers: [group(number, engine.version) for number in numbers])
     seen: list[int] = []
     for step in range(8):
         groups = source.next_groups(step).groups
@@ -32,3 +39,20 @@ def test_every_prompt_comes_once_and_no_token_is_older_than_allowed():
         seen += [g.number for g in groups]
     source.close()
     assert sorted(seen) == list(range(16))
+
+
+def test_the_time_of_generating_is_counted_although_nobody_waits_for_it():
+    engine, each = SilentGenerator(overlaps=True), 0.05
+
+    def slow(numbers: Sequence[int]) -> list[Group]:
+        time.sleep(each)
+        return [group(number, engine.version) for number in numbers]
+
+    source = source_of()
+    source.attach(engine, slow)
+    seconds = 0.0
+    for step in range(4):
+        seconds += source.next_groups(step).generating_seconds
+        time.sleep(4 * each)  # a step, in which what is ahead gets done
+    source.close()
+    assert seconds >= 4 * each

@@ -162,7 +162,9 @@ class RolloutBatches:
         found = describe_groups(batch.groups, step, self._place.config.objective.overlong)
         if batch.steps == 1:
             tokens = sum(int(r.trained.sum()) for group in batch.groups for r in group.rollouts)
-            found |= {"rollout_seconds": seconds, "rollout_tokens_per_second": tokens / max(seconds, 1e-9)}
+            found |= {"rollout_wait_seconds": seconds, "rollout_seconds": batch.generating_seconds}
+            if batch.generating_seconds:  # else it was generated before the resume
+                found["rollout_tokens_per_second"] = tokens / batch.generating_seconds
             found |= {f"filtered/{reason}": count for reason, count in batch.filtered.items()}
             found["stale"] = self.source.buffer.stale
         return found

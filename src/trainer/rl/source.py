@@ -5,6 +5,7 @@ while this one trains: by a thread, with the weights before the step, so which w
 step alone and a resumed run does the same.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +27,7 @@ from trainer.rl.types import Generator, Group
 
 Generate = Callable[[Sequence[int]], list[Group]]
 """Returns a scored group for each prompt number, in their order; this rank's own, without any collective."""
+_Generated = tuple[list[Group], float]  # and the seconds that they took
 
 
 @dataclass
@@ -37,12 +39,14 @@ class Batch:
         steps: optimizer steps taken on them.
         old_logprobs: float32, the trainer's own for every token of every rollout in order, where it has to remember them.
         filtered: groups left out since the batch before, by the reason.
+        generating_seconds: that this process took to generate and score what came in since the batch before.
     """
 
     groups: list[Group] = field(default_factory=list)
     steps: int = 0
     old_logprobs: np.ndarray | None = None
     filtered: dict[str, int] = field(default_factory=dict)
+    generating_seconds: float = 0.0
 
 
 class RolloutSource:
@@ -71,10 +75,11 @@ class RolloutSource:
         self.taken = 0
         self._order, self._keep, self._allow = order, keep, allow
         self._filtered: dict[str, int] = {}
+        self._generating_seconds = 0.0
         self._is_collected = False
         self._before = self._state()
         self._room: dict[str, torch.Tensor] | None = None
-        self._flights: deque[tuple[list[int], Future[list[Group]]]] = deque()
+        self._flights: deque[tuple[list[int], Future[_Generated]]] = deque()
         self._worker: ThreadPoolExecutor | None = None
         self._engine: Generator | None = None
         self._generate: Generate | None = None
@@ -100,8 +105,9 @@ class RolloutSource:
             self._collect(version)
         self._before = self._state() | {"collected": is_used_up}
         if is_used_up:
-            self.batch = Batch(self.buffer.take(self.config.rl.prompts), filtered=self._filtered)
-            self._filtered = {}
+            groups = self.buffer.take(self.config.rl.prompts)
+            self.batch = Batch(groups, filtered=self._filtered, generating_seconds=self._generating_seconds)
+            self._filtered, self._generating_seconds = {}, 0.0
         self.batch.steps += 1
         self.taken += 1
         return self.batch
@@ -148,9 +154,11 @@ class RolloutSource:
     def _run(self, numbers: list[int]) -> list[Group]:
         return self._exchange(lambda: self._own(numbers), numbers)
 
-    def _own(self, numbers: list[int]) -> list[Group]:
+    def _own(self, numbers: list[int]) -> _Generated:
         assert self._generate is not None
-        return self._generate(numbers[self.world.rank :: self.world.size])
+        started = time.perf_counter()
+        groups = self._generate(numbers[self.world.rank :: self.world.size])
+        return groups, time.perf_counter() - started
 
     def _launch(self, numbers: list[int]) -> None:
         if self._worker is None:
@@ -163,11 +171,12 @@ class RolloutSource:
             numbers, future = self._flights.popleft()
             self._take_in(self._exchange(future.result, numbers))
 
-    def _exchange(self, own: Callable[[], list[Group]], numbers: list[int]) -> list[Group]:
+    def _exchange(self, own: Callable[[], _Generated], numbers: list[int]) -> list[Group]:
         """Returns the groups of all ranks, in the order of `numbers`."""
         groups, error = [], None
         try:
-            groups = own()
+            groups, seconds = own()
+            self._generating_seconds += seconds
         except TrainerError as failure:
             error = failure
         except Exception as failure:
