@@ -12,7 +12,8 @@ SHORT_BLOCKS, LEAD_IN_STEPS = 8, 3
 
 def run(options: Options) -> Result:
     """Compares our loop with a bare loop over the same chunked loss, and with one over full logits."""
-    result = Result("step", options.settings() | {"unit": "useful tokens per second"})
+    settings = {"unit": "useful tokens per second", "lead_in_steps": LEAD_IN_STEPS}
+    result = Result("step", options.settings() | settings)
     for case in cases(smoke=options.smoke):
         workers = {
             "ours": our_worker("benchmarks.our_loop", case.arguments()),
