@@ -203,9 +203,20 @@ def test_reasoning_gym_tasks():
         load("reasoning-gym:chain_sums")
     with pytest.raises(ConfigError, match='did you mean "max_terms"'):
         load("reasoning-gym:chain_sum", "max_term=3")
-    # It wants objects of its own, and says so by an AttributeError.
     with pytest.raises(ConfigError, match="does not take"):
-        load("reasoning-gym:composite", 'datasets=[{"name": "chain_sum"}]')
+        load("reasoning-gym:composite", 'datasets=["chain_sum"]')
+
+
+def test_tasks_of_reasoning_gym_can_be_composed():
+    pytest.importorskip("reasoning_gym")
+    parts = '[{"name": "chain_sum", "config": {"max_terms": 2}}, {"name": "acre", "weight": 3}]'
+    loaded = load("reasoning-gym:composite", f"datasets={parts}")
+    seen = [loaded.prompt(number, "train") for number in range(12)]
+    sums = ["State the final answer" in messages[-1]["content"] for messages, _ in seen]
+    assert 0 < sum(sums) < len(sums)
+    assert all(loaded.environment.score(info, info["answer"]).reward == 1.0 for _, info in seen)
+    with pytest.raises(ConfigError, match="at least one dataset"):
+        load("reasoning-gym:composite")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,22 @@ _SIZE = 2**30  # of any other: a data set seeds a generator with its seed + the 
 _COMMAND = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from trainer.rl.gym_items import serve; serve()"
 
 
+def _size(task: str, config: dict[str, Any]) -> int:
+    """Returns how many items to draw from; a composite asks each of its tasks for the item of the same number."""
+    tasks = [task, *(part["name"] for part in config.get("datasets", []))] if task == "composite" else [task]
+    return min(SIZES.get(name, _SIZE) for name in tasks)
+
+
+def _own_types(task: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings as the package wants them: the tasks of a composite, tables in JSON, are objects to it."""
+    if task != "composite":
+        return config
+    from reasoning_gym.composite import DatasetSpec  # pyright: ignore[reportMissingImports]
+
+    parts = [DatasetSpec(**{"weight": 1.0, "config": {}} | part) for part in config.get("datasets", [])]
+    return config | {"datasets": parts}
+
+
 class Items:
     """The items of `task`, in this process; `config` are the task's own settings. Raises what the package raises."""
 
@@ -33,8 +49,8 @@ class Items:
         from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
 
         read_as_data(dataset_class for dataset_class, _ in DATASETS.values())  # of all: "composite" is made of others
-        self.size = SIZES.get(task, _SIZE)
-        self._dataset = reasoning_gym.create_dataset(task, size=self.size, seed=0, **config)
+        self.size = _size(task, config)
+        self._dataset = reasoning_gym.create_dataset(task, size=self.size, seed=0, **_own_types(task, config))
         self._entry = lru_cache(maxsize=256)(self._dataset.__getitem__)  # may not be JSON-able: made again to score
 
     def text(self, item: int) -> tuple[str, str]:
@@ -51,7 +67,7 @@ class RemoteItems:
     """`Items` in a process of their own, started when it is first asked. It ends with this one, whose end closes its input."""
 
     def __init__(self, task: str, config: dict[str, Any]):
-        self.size = SIZES.get(task, _SIZE)
+        self.size = _size(task, config)
         self._about = [task, config]
         self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
