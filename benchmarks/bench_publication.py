@@ -5,14 +5,14 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.cases import Case
-from benchmarks.harness import ROOT
+from benchmarks.harness import CACHE, ROOT
 from benchmarks.options import Options
 from benchmarks.results import Result, Target
 from trainer.config.model import ModelConfig
@@ -23,7 +23,7 @@ from trainer.models.base import CausalLM
 from trainer.models.build import build_model
 from trainer.rl.types import Sampling
 from trainer.rl.vllm.engine import VLLMEngine
-from trainer.rl.vllm.publish import WeightsFolder
+from trainer.rl.vllm.publish import Publication, WeightsFolder
 from trainer.rl.vllm.server import DEFAULT_PYTHON
 
 SIZES = ((256, 6, 4096), (512, 8, 32768))
@@ -44,7 +44,7 @@ def run(options: Options) -> Result:
         case = Case(hidden_size, layers, vocab_size, seq_len=256, rows=1, micro_rows=1, documents=1)
         config = ModelConfig(name=str(case.model_dir()), random_init=True, dtype="float32")
         model = build_model(config, mesh=None, device=torch.device("cpu"), seed=0)
-        with tempfile.TemporaryDirectory(prefix="bench-", dir=ROOT / ".cache") as folder:
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=CACHE) as folder:
             measure = _served if served else _written
             found = measure(model, case, Path(folder), options.rounds)
         result.cases.append({"case": f"d{hidden_size}-l{layers}-v{vocab_size}"} | found)
@@ -64,12 +64,10 @@ def _version() -> str:
 def _written(model: CausalLM, case: Case, folder: Path, rounds: int) -> dict[str, Any]:
     weights = WeightsFolder(folder / "weights")
     weights.clear()
-    versions = iter(range(rounds))
-
-    def publish() -> int:
-        return weights.publish(model, next(versions), torch.float32).weights_bytes
-
-    return _beside_a_plain_write(publish, folder, rounds)
+    found, _ = _beside_a_plain_write(
+        lambda version: weights.publish(model, version, torch.float32), range(rounds), folder
+    )
+    return found
 
 
 def _served(model: CausalLM, case: Case, folder: Path, rounds: int) -> dict[str, Any]:
@@ -84,44 +82,40 @@ def _served(model: CausalLM, case: Case, folder: Path, rounds: int) -> dict[str,
         sampling=Sampling(1.0),
         seq_len=case.seq_len,
     )
+    start_seconds = time.perf_counter() - started
+
+    def update(version: int) -> Publication:
+        engine.update(version)
+        assert engine.publication is not None
+        return engine.publication
+
     try:
-        start_seconds = time.perf_counter() - started
         for version in range(PROVED):
-            engine.update(version)
-        versions, writing, updating = iter(range(PROVED, PROVED + rounds)), [], []
-
-        def publish() -> int:
-            began = time.perf_counter()
-            engine.update(next(versions))
-            updating.append(time.perf_counter() - began)
-            assert engine.publication is not None
-            writing.append(engine.publication.seconds)
-            return engine.publication.weights_bytes
-
-        found = _beside_a_plain_write(publish, folder, rounds)
+            update(version)
+        found, seconds = _beside_a_plain_write(update, range(PROVED, PROVED + rounds), folder)
     finally:
         engine.close()
-    return found | {
-        "seconds_to_write": round(statistics.median(writing), 4),
-        "seconds_until_served": round(statistics.median(updating), 4),
-        "seconds_to_start_the_server": round(start_seconds, 1),
-    }
+    return found | {"seconds_until_served": seconds, "seconds_to_start_the_server": round(start_seconds, 1)}
 
 
-def _beside_a_plain_write(publish: Callable[[], int], folder: Path, rounds: int) -> dict[str, Any]:
-    """Calls `publish`, which returns how many bytes it wrote, and a plain write with fsync of as many, in turn."""
-    publishing, plain, size_bytes = [], [], 0
-    for number in range(rounds):
+def _beside_a_plain_write(
+    publish: Callable[[int], Publication], versions: Iterable[int], folder: Path
+) -> tuple[dict[str, Any], float]:
+    """Publishes each version and, in turn, writes as many bytes with fsync. Returns what was found, and the median seconds
+    of a whole call."""
+    calls, publications, plain = [], [], []
+    for version in versions:
         began = time.perf_counter()
-        size_bytes = publish()
-        publishing.append(time.perf_counter() - began)
-        data = bytes(size_bytes)
+        publications.append(publish(version))
+        calls.append(time.perf_counter() - began)
+        data = bytes(publications[-1].weights_bytes)
         began = time.perf_counter()
-        write_new(folder / f"plain_{number}", data)
+        write_new(folder / f"plain_{version}", data)
         plain.append(time.perf_counter() - began)
-        (folder / f"plain_{number}").unlink()
-    return {
-        "weights_bytes": size_bytes,
-        "seconds_to_write": round(statistics.median(publishing), 4),
+        (folder / f"plain_{version}").unlink()
+    found = {
+        "weights_bytes": publications[-1].weights_bytes,
+        "seconds_to_write": round(statistics.median(publication.seconds for publication in publications), 4),
         "seconds_of_a_plain_write": round(statistics.median(plain), 4),
     }
+    return found, round(statistics.median(calls), 4)

@@ -21,3 +21,11 @@ os.environ["WANDB_SILENT"] = "true"
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory):
+    """The continuation matrix's runs that go through, shared by the tests of a module."""
+    from support.continuation import Uninterrupted
+
+    return Uninterrupted(tmp_path_factory.mktemp("uninterrupted"))

@@ -3,20 +3,20 @@ beside this one."""
 
 import pytest
 
-from support.continuation import AXES, MODES, Uninterrupted, compare, flags, name, pairwise
+from support.continuation import AXES, MODES, compare, flags, name, pairwise
 from support.runs import sft
 
 
 @pytest.mark.parametrize("case", pairwise(AXES), ids=name)
-def test_resumed_equals_uninterrupted(case, tmp_path):
-    compare(case, tmp_path, Uninterrupted(tmp_path)(case), [case["after"]])
+def test_resumed_equals_uninterrupted(case, tmp_path, uninterrupted):
+    compare(case, tmp_path, uninterrupted(case), [case["after"]])
 
 
-def test_the_comparison_can_fail(tmp_path):
+def test_the_comparison_can_fail(tmp_path, uninterrupted):
     """Anti-inert: a resume that leaves the optimizer's state out is another run from its first step on."""
     case = pairwise(AXES)[0] | {"save": 2, "ranks": 1}
     with pytest.raises(AssertionError, match=r"\[3, 4, 5, 6, 7, 8\] == \[\]"):
-        compare(case, tmp_path, Uninterrupted(tmp_path)(case), ["full"], "--ckpt.skip-optimizer")
+        compare(case, tmp_path, uninterrupted(case), ["full"], "--ckpt.skip-optimizer")
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -2,12 +2,7 @@
 
 import pytest
 
-from support.continuation import MODES, Uninterrupted, compare, name, product
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    return Uninterrupted(tmp_path_factory.mktemp("uninterrupted"))
+from support.continuation import MODES, compare, name, product
 
 
 @pytest.mark.slow

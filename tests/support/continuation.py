@@ -105,8 +105,8 @@ class Uninterrupted:
         return self._made[key]
 
     def _forget(self) -> None:
-        for run_dir in self._made.values():
-            shutil.rmtree(run_dir)
+        shutil.rmtree(self.place)  # the logs too: another run of the same name would add to them
+        self.place.mkdir()
         self._made.clear()
 
 

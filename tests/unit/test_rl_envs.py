@@ -189,7 +189,6 @@ def test_reasoning_gym_names_what_to_install(monkeypatch):
 
 
 def test_reasoning_gym_tasks():
-    pytest.importorskip("reasoning_gym")
     loaded = load("reasoning-gym:chain_sum", "max_terms=3", 'answer_tag="answer"')
     train = {content(loaded, index, "train") for index in range(100)}
     assert not train & {content(loaded, index, "eval") for index in range(20)}
@@ -208,7 +207,6 @@ def test_reasoning_gym_tasks():
 
 
 def test_tasks_of_reasoning_gym_can_be_composed():
-    pytest.importorskip("reasoning_gym")
     parts = '[{"name": "chain_sum", "config": {"max_terms": 2}}, {"name": "acre", "weight": 3}]'
     loaded = load("reasoning-gym:composite", f"datasets={parts}")
     seen = [loaded.prompt(number, "train") for number in range(12)]
@@ -226,7 +224,6 @@ def test_tasks_of_reasoning_gym_can_be_composed():
 )
 def test_nothing_executes_what_a_model_wrote(task, tmp_path: Path):
     """These scorers call `eval`, or sympy's parser, which does."""
-    pytest.importorskip("reasoning_gym")
     loaded = load(f"reasoning-gym:{task}")
     _, info = loaded.prompt(0, "train")
     ran = tmp_path / "ran"
@@ -236,7 +233,8 @@ def test_nothing_executes_what_a_model_wrote(task, tmp_path: Path):
 
 
 def test_answers_that_need_no_code_are_read_as_before():
-    sympy = pytest.importorskip("sympy")
+    import sympy
+
     from trainer.rl.answers import expression, literal
 
     assert [literal(text) for text in ("[1, 'a', [2.5]]", " -3 ", "(0x10 + 2) << 1", "7 // 2")] == [
@@ -276,7 +274,6 @@ print(json.dumps([[one.prompt(index, "train") for index in range(3)] for one in 
 
 def test_tasks_make_the_same_items_in_every_process():
     """They walk over sets of texts, whose order is a process's own: that of a rank, of a resume, of the scoring process."""
-    pytest.importorskip("reasoning_gym")
     seen = [
         subprocess.run(
             [sys.executable, "-c", SHOW, *HASH_DEPENDENT],
@@ -296,7 +293,6 @@ ANSWERLESS = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "ru
 
 @pytest.mark.slow
 def test_every_task_of_reasoning_gym_makes_prompts_and_knows_its_answer():
-    pytest.importorskip("reasoning_gym")
     from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
 
     names = sorted(set(DATASETS) - {"composite"})  # which is made of others

@@ -9,7 +9,6 @@ its name, and `tidy` clears it up at the next start; a directory that is called 
 All ranks call `write`; everything else runs on rank 0 alone, through `on_main`.
 """
 
-import fcntl
 import os
 import secrets
 from collections.abc import Callable
@@ -34,6 +33,7 @@ from trainer.checkpoint.staging import Shard
 from trainer.checkpoint.storage import Written, write_shard
 from trainer.core import files
 from trainer.core.distributed import on_main
+from trainer.core.lock import try_flock
 from trainer.core.log import logger
 from trainer.errors import CheckpointError, CorruptCheckpoint
 
@@ -113,7 +113,7 @@ class CheckpointStore:
             # Held until the commit. The kernel lets go of it when this process dies, however it dies: a temporary
             # directory whose lock is free belongs to nobody.
             self._lock_fd = os.open(temporary / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            _try_lock(self._lock_fd)
+            try_flock(self._lock_fd)
         return temporary
 
     def _commit(self, temporary: Path, step: int, describe: Callable[[], Manifest]) -> Path:
@@ -230,24 +230,13 @@ class CheckpointStore:
         return moved
 
 
-def _try_lock(fd: int) -> bool:
-    """Whether the lock was free (and is ours now). A file system without locks counts as free."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
 def _is_locked(temporary: Path) -> bool:
     try:
         fd = os.open(temporary / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return False  # killed before the lock was made, or right before the commit
     try:
-        return not _try_lock(fd)
+        return try_flock(fd) is False  # where the file system has no locks, a directory belongs to nobody
     finally:
         os.close(fd)
 

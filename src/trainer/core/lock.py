@@ -107,3 +107,17 @@ def _read(fd: int) -> dict:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def try_flock(fd: int) -> bool | None:
+    """Asks for the whole-file lock of an open file. Returns whether it is ours now; None = the file system has none.
+
+    Unlike the record lock above it belongs to the open file, not to the process: one process can see its own as held.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True

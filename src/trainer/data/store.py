@@ -13,7 +13,6 @@ A store is a directory named after everything its tokens depend on::
 It is written under a temporary name, synced and renamed, so it is there as a whole or not at all.
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -27,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.core.files import DurableFile, fsync_dir, make_dirs, rename, write_new, xxh3_bytes
+from trainer.core.lock import try_flock
 
 STORE_VERSION = 1  # part of every key: raise it whenever rows are tokenized or stored differently
 _ARRAYS = {"ids": np.int32, "mask": np.uint8, "lengths": np.int64, "rows": np.int64, "supervised": np.int64}
@@ -152,8 +152,7 @@ class StoreWriter:
         make_dirs(self.directory.parent)
         self._remove_leftovers()
         self._lock_fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        with suppress(OSError):  # a file system without locks: then nobody will find it free either
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try_flock(self._lock_fd)  # without locks nobody will find it free either
         self._temporary.mkdir()  # after the lock: a directory whose lock is free belongs to nobody
         self._ids = DurableFile(self._temporary / "ids.bin")
         self._mask = DurableFile(self._temporary / "mask.bin")
@@ -169,12 +168,12 @@ class StoreWriter:
     def _remove_leftovers(self) -> None:
         for temporary in self.directory.parent.glob(f"{self.directory.name}.*.tmp"):
             lock_path = temporary.with_suffix(".lock")
-            with suppress(OSError):  # no lock, or held: another process writes the same store
+            with suppress(FileNotFoundError):  # another process has just ended writing it
                 fd = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC)
                 try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(temporary, ignore_errors=True)
-                    lock_path.unlink(missing_ok=True)
+                    if try_flock(fd):  # else another process writes the same store
+                        shutil.rmtree(temporary, ignore_errors=True)
+                        lock_path.unlink(missing_ok=True)
                 finally:
                     os.close(fd)
 

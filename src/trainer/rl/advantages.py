@@ -51,7 +51,7 @@ def advantages(rewards: Sequence[Sequence[float | None]], kind: AdvantageKind) -
 
 
 def are_equal(rewards: Sequence[float]) -> bool:
-    """Whether they give no advantage but 0: all are the same, but for how they were summed up, or there are none."""
+    """Whether all are the same, but for how they were summed up, or there are none."""
     return not rewards or max(rewards) - min(rewards) <= _ROUNDING * max(map(abs, rewards))
 
 

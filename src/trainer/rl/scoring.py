@@ -140,9 +140,8 @@ class _Worker:
         except _Gone as gone:
             has_loaded = loaded.position in self._loaded
             self.close()
-            if was_there and isinstance(
-                gone, _GoneBefore
-            ):  # nobody was asking it anything: this sample is not to blame
+            if was_there and isinstance(gone, _GoneBefore):
+                # It ended while nobody asked it anything: this sample is not to blame.
                 return self.ask(loaded, task, prompt, messages)
             if has_loaded:
                 return {"error": f"{task}() {gone}"}
