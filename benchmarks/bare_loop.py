@@ -1,23 +1,18 @@
-"""Worker: the training loop that one would write by hand, with nothing around it.
+"""The training loop that one would write by hand, with nothing around it.
 
 The same model, rows, loss and optimizer as ours. Its batches lie ready in memory as tensors before the first step, it
 writes no metrics, has no schedule, counts nothing and derives no seeds: what ours adds to it is overhead.
 """
 
 import itertools
-import json
-import sys
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.cases import Case
-from benchmarks.gate import Gate, Stopped
 from trainer.config.run import SFTConfig
 from trainer.core.distributed import World
-from trainer.core.log import setup_logging
 from trainer.data.batch import GlobalBatch, MicroBatch
 from trainer.data.build import build_data
 from trainer.data.loader import BatchLoader
@@ -52,13 +47,10 @@ def prepared_batches(config: SFTConfig) -> list[GlobalBatch]:
     return [loader.next_batch() for _ in range(PREPARED_BATCHES)]
 
 
-def main() -> None:
-    arguments = json.loads(sys.argv[1])
-    loss_function = {"chunked": chunked_loss, "full": full_loss}[arguments.pop("loss")]
-    config = SFTConfig.model_validate(Case.from_arguments(arguments).run_config(Path("unused")))
-    setup_logging("error", rank=0)
-    gate = Gate(torch.set_num_threads)
-    batches = prepared_batches(config)
+def bare_steps(
+    config: SFTConfig, batches: Sequence[GlobalBatch], loss_function: Callable[[nn.Module, MicroBatch], Tensor]
+) -> Iterator[int]:
+    """Trains a model of its own for ever, a step at a time; yields the useful tokens of each."""
     model = build_model(config.model, mesh=None, device=torch.device("cpu"), seed=config.seed)
     parameters = list(model.parameters())
     o = config.optim
@@ -67,21 +59,13 @@ def main() -> None:
     )
     max_norm = o.max_norm or float("inf")
     model.train()
-    try:
-        for batch in itertools.cycle(batches):
-            gate.before_step()
-            total = 0.0
-            for micro_batch in batch.micro_batches:
-                loss = loss_function(model, micro_batch) / batch.supervised_tokens
-                loss.backward()
-                total += loss.item()
-            nn.utils.clip_grad_norm_(parameters, max_norm)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            gate.count(batch.tokens)
-    except Stopped:
-        pass
-
-
-if __name__ == "__main__":
-    main()
+    for batch in itertools.cycle(batches):
+        total = 0.0
+        for micro_batch in batch.micro_batches:
+            loss = loss_function(model, micro_batch) / batch.supervised_tokens
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(parameters, max_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        yield batch.tokens

@@ -146,25 +146,16 @@ def interleave(
     threads: int,
     rounds: int,
     block_seconds: float,
-    equal_steps: bool = False,
-    lead_in_steps: int = 0,
 ) -> dict[str, list[Block]]:
     """Returns `rounds` blocks of each participant, in the order in which they were measured.
 
     Args:
         block_seconds: length of a block, from which the number of steps follows after a warm-up; 0 = one step.
-        equal_steps: give all blocks the same number of steps, for participants that do the same work.
-        lead_in_steps: steps before each block that are not measured. While a participant waits, the others fill the
-            caches; a step of milliseconds is then slower by what no loop that runs on ever sees.
     """
     steps = {participant.name: _steps(participant, threads, block_seconds) for participant in participants}
-    if equal_steps:
-        steps = dict.fromkeys(steps, int(statistics.median(steps.values())))
     blocks: dict[str, list[Block]] = {participant.name: [] for participant in participants}
     for number in range(rounds):
         for participant in participants if number % 2 == 0 else reversed(participants):
-            if lead_in_steps:
-                participant.block(lead_in_steps, threads)
             blocks[participant.name].append(participant.block(steps[participant.name], threads))
     return blocks
 
@@ -218,19 +209,6 @@ def compare(ours: Sequence[Block], theirs: Sequence[Block]) -> dict[str, float]:
         "ratio_high_quartile": round(wall.high, 4),
         "cpu_ratio": round(cpu.median, 4),
     }
-
-
-def compare_fastest(ours: Sequence[Block], theirs: Sequence[Block]) -> dict[str, float]:
-    """Returns what `compare` does, with "ratio" over the fastest quarter of each one's blocks and the rest beside it.
-
-    For overheads of a few percent: what disturbs a shared machine only ever adds time, and adds ten times as much.
-    """
-    rates = [[block.rate for block in blocks] for blocks in (ours, theirs)]
-    if len(ours) < 2:
-        return compare(ours, theirs)
-    mine, other = (statistics.quantiles(values, n=4, method="inclusive")[2] for values in rates)
-    paired = compare(ours, theirs)
-    return {"ratio": round(mine / other, 4), "paired_ratio": paired.pop("ratio"), **paired}
 
 
 def wait_for_quiet(limit: float, timeout_seconds: float) -> float:

@@ -101,19 +101,13 @@ def _step(result: dict[str, Any]) -> str:
         "ours / full logits",
         "bare / full logits",
     )
-    steps = result["settings"].get("lead_in_steps")
-    lead_in = (
-        f" {steps} steps before each short\nblock are not measured: while one waits, the others fill the caches."
-        if steps
-        else ""
-    )
     return (
         "## Training step\n\n"
         "Our run as `trainer sft` starts it, whole loop (batches, loss, clipping, optimizer, schedule, metrics row), against a\n"
         "hand-written loop with the same model, chunked loss and fused AdamW, whose batches lie ready in memory and which\n"
         "logs nothing (*bare*), and against that loop with full logits and `F.cross_entropy`. Bounds: 0.97 and 1.1.\n"
-        "Each ratio is over the fastest quarter of each one's blocks, many short ones for the small model, because what\n"
-        f"disturbs a shared machine only ever adds time; the quartiles beside it are of the rounds.{lead_in}\n"
+        "The three take steps in turn *in one process*: in two, the same loop differs by more than what is measured here, as\n"
+        "memory lies elsewhere. A ratio is the median over the rounds, the quartiles beside it are theirs.\n"
         "Names give hidden size, layers, vocabulary and row length. The ratio by CPU time is a check: with one thread it does\n"
         "not see what else the machine was doing.\n\n" + table(head, rows) + f"\n{bounds(result)}\n{provenance(result)}"
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from support import runs
+from support.fresh import run_fresh
 from support.runs import checkpoint, differences, metrics, read, rl, sft
 from trainer.rl.rollout import LocalEngine
 
@@ -180,6 +181,30 @@ def test_a_reward_function_that_fails_costs_its_samples_and_the_run_goes_on(tmp_
     assert all(row["advantage"] in (None, 0.0) for row in rows if row["reward"] is None)
     interrupted(tmp_path / "b", *flags, at=1)
     check_same(tmp_path / "a", tmp_path / "b", 3)
+
+
+HANGING = """
+def sample(self, rng):
+    return f"say {rng.integers(1000)}", {}
+
+def score(self, info, completion):
+    if os.environ["RANK"] == "1":
+        time.sleep(3600)
+    return len(set(completion)) / 100
+"""
+
+
+@pytest.mark.slow  # 30 s of waiting for what hangs
+def test_a_rank_on_which_everything_hangs_does_not_outlast_the_others(tmp_path):
+    """Eight samples of 10 s each would take 80 s, and the other rank waits for 40."""
+    own = environment(tmp_path, HANGING, "--envs.N.score-seconds", "10")
+    flags = (*SHORT, *own, "--max-steps", "1", "--rl.prompts", "4", "--rl.samples", "4")
+    argv = [*runs.DEBUG_RL, "--output-dir", str(tmp_path / "a"), *flags]
+    argv += ["--rl.score-processes", "1", "--runtime.timeout-seconds", "40"]
+    assert run_fresh(runs._rl, 2, argv) == [0, 0]
+    errors = [row["error"] for row in rollouts(tmp_path / "a") if row["reward"] is None]
+    assert len(errors) == 8 and sum("gave no answer within 10 s" in error for error in errors) == 2
+    assert sum("was not called: scoring its batch has taken 20 s" in error for error in errors) == 6
 
 
 CONVERSATION = """

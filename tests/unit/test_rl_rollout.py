@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -322,6 +323,19 @@ def test_an_update_during_generation_shows_in_the_versions(tmp_path):
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------------
+
+
+def test_closing_ends_what_is_generated_in_another_thread(tmp_path):
+    save_reference(tmp_path, max_position_embeddings=4096)
+    engine = serve(build(tmp_path), slots=1)
+    started, step = threading.Event(), engine._decoding.step
+    engine._decoding.step = lambda *args: started.set() or step(*args)
+    with ThreadPoolExecutor(1) as thread:
+        completions = thread.submit(engine.generate, [Request([5], 4000, seed) for seed in range(100)], SAMPLING)
+        assert started.wait(60)
+        engine.close()
+        with pytest.raises(TrainingError, match="closed while it generated"):
+            completions.result(60)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -135,18 +136,76 @@ def test_steps(scorer):
     assert "step() raised ValueError" in replies[4].error
 
 
-def test_closing_ends_the_process_and_a_later_request_starts_another():
+def test_closing_ends_the_process_and_nothing_is_scored_any_more():
     with Scorer(load_environments(CONFIGS, 0), 0) as scorer:
         pid = int(scorer.score([conversation("pid")])[0].reward)
         scorer.close()
         assert not Path(f"/proc/{pid}").exists()
-        assert int(scorer.score([conversation("pid")])[0].reward) != pid
+        with pytest.raises(TrainingError, match="at its end"):
+            scorer.score([conversation("pid")])
+        assert [process.pid for process in scorer._processes] == [None]
+
+
+def test_closing_ends_what_is_being_scored():
+    """A thread that generates ahead may be waiting for scores when the run ends."""
+    patient = [EnvConfig(name=f"{USER}:Wild", score_seconds=600.0)]
+    with Scorer(load_environments(patient, 0), 0, processes=2) as scorer, ThreadPoolExecutor(1) as thread:
+        scorer.score([conversation("ok")])
+        asked = thread.submit(scorer.score, [conversation(f"spawn closing-{os.getpid()}"), *[conversation("ok")] * 3])
+        wait_until(lambda: processes(f"closing-{os.getpid()}"), "the reward function was not called")
+        scorer.close()
+        with pytest.raises(TrainingError, match="at its end"):
+            asked.result(60)
+    wait_until(lambda: not processes(f"closing-{os.getpid()}"), "a process of the reward function is left")
+
+
+def test_slow_scoring_is_done_by_several_processes(tmp_path: Path):
+    patient = [EnvConfig(name=f"{USER}:Wild", score_seconds=600.0)]
+    with Scorer(load_environments(patient, 0), 0, processes=3) as scorer:
+        words = ["pid", *[f"meet {tmp_path} 3"] * 3, "pid"]
+        first, *met, _ = (result.reward for result in scorer.score([conversation(word) for word in words]))
+        assert len(set(met)) == 3 and first in met
+
+
+def test_quick_scoring_is_done_by_one_process():
+    with Scorer(load_environments(CONFIGS, 0), 0, processes=3) as scorer:
+        scorer.score([conversation("ok")])
+        assert len({result.reward for result in scorer.score([conversation("pid")] * 20)}) == 1
+
+
+def test_what_fails_in_one_process_fails_the_call_and_leaves_the_others_usable(tmp_path: Path):
+    file = tmp_path / "moody.py"
+    file.write_text(Path(__file__).parents[1].joinpath("support", "user_envs.py").read_text())
+    configs = [EnvConfig(name=f"{USER}:Wild"), EnvConfig(name=f"{file}:Double")]
+    environments = load_environments(configs, 0)
+    file.unlink()
+    with Scorer(environments, 0, processes=2) as scorer:
+        with pytest.raises(TrainingError, match="no file"):
+            scorer.score([conversation("ok"), conversation("ok", env=1), *[conversation("ok")] * 3])
+        assert [result.reward for result in scorer.score([conversation("ok")] * 3)] == [0.5] * 3
+
+
+def test_a_batch_whose_scoring_takes_too_long_loses_the_rest_and_the_next_is_scored():
+    """The other ranks wait for a batch's rewards: a hundred hangs in a row would be longer than they do."""
+    with Scorer(load_environments(CONFIGS, 0), 0, patience_seconds=0.5) as scorer:
+        patience = scorer.patience()
+        hung, *rest = scorer.score([conversation("hang"), conversation("hang"), conversation("ok")], patience)
+        assert "gave no answer within 1 s" in (hung.error or "")
+        (stepped,) = scorer.step([conversation("7", env=2, info={"number": 7})], patience)  # of the same batch
+        for result in (*rest, stepped):
+            assert "was not called: scoring its batch has taken 0.5 s" in (result.error or "")
+            assert "rl.score_processes" in (result.error or "")
+        assert scorer.failures == {0: 3, 2: 1}
+        assert (
+            scorer.score([conversation("cba", env=1, info={"answer": "cba"})], patience)[0].reward == 1.0
+        )  # in-process
+        assert scorer.score([conversation("ok")])[0].reward == 0.5
 
 
 def test_built_in_environments_start_no_process():
     with Scorer(load_environments([EnvConfig(name="reverse-text")], 0), 0) as scorer:
         assert scorer.score([conversation("cba", info={"answer": "cba"})])[0].reward == 1.0
-        assert scorer._worker._process is None
+        assert [process.pid for process in scorer._processes] == [None]
 
 
 def test_an_environment_that_loads_here_but_not_there_ends_the_run(tmp_path: Path):

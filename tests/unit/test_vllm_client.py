@@ -3,6 +3,7 @@
 import pickle
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -192,6 +193,24 @@ def test_when_nothing_helps_every_server_and_reason_is_named():
             pool.map(ask, [1, 2, 3])
         assert f"{a.url}: /inference/v1/generate answered 500" in str(caught.value)
         assert nobody.url in str(caught.value) and "refused" in str(caught.value)
+
+
+def test_a_closed_pool_sends_nothing_more():
+    """A thread that generates ahead would else go through all it has left, while the run waits for it to end."""
+    with StandIn(delay_seconds=0.02) as a:
+        pool, first = pool_of(a, at_once=1), threading.Event()
+
+        def ask_and_tell(server: ServerClient, number: int) -> tuple[str, int]:
+            first.set()
+            return ask(server, number)
+
+        with ThreadPoolExecutor(1) as thread:
+            answers = thread.submit(pool.map, ask_and_tell, [*range(10_000)])
+            assert first.wait(60)
+            pool.close()
+            with pytest.raises(TrainingError, match="the engine is closed"):
+                answers.result(60)
+        assert 0 < len(a.calls) < 10_000
 
 
 def test_a_wrong_request_is_not_sent_again():

@@ -64,6 +64,9 @@ class RLSection(Section):
     """Sample from the most probable tokens only; 0 = from all."""
     stop: tuple[str, ...] = ()
     """Tokens that end a completion, besides the model's own end-of-sequence tokens."""
+    score_processes: PositiveInt = 4
+    """Processes of each rank that score for environments which are not built in; one more starts for each second that a
+    batch's scoring takes, up to this many."""
     max_lag: NonNegativeInt = 0
     """Steps by which the weights that generated a batch may be older than those it trains; 0 = generate, then train."""
     filter_equal: bool = False

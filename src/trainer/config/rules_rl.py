@@ -25,6 +25,11 @@ def _batch_rules(c: "RLConfig") -> Iterator[Broken]:
         if env.min_reward is not None and env.max_reward is not None and env.min_reward > env.max_reward:
             keys = (f"envs.{index}.min_reward", f"envs.{index}.max_reward")
             yield Broken(keys, "no group can lie between the two: min_reward must not exceed max_reward")
+        if env.score_seconds > c.runtime.timeout_seconds / 4:
+            yield Broken(
+                (f"envs.{index}.score_seconds", "runtime.timeout_seconds"),
+                "the other ranks would not wait for a few that hang: score_seconds must not exceed a quarter of it",
+            )
     if c.epochs is not None:
         yield Broken(("epochs",), "prompts are drawn without an end: set max_steps instead of epochs")
     if c.ckpt.micro_interval:

@@ -6,6 +6,7 @@ checkpoint holds no generator state.
 """
 
 import hashlib
+import random
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -41,8 +42,6 @@ def seed_micro_step(seed: int, step: int, micro_step: int, rank: int) -> None:
     Dropout and any random call in a user's model read the default generators; seeding them at every micro-step makes
     those draws addressed too, so nothing about them has to be saved.
     """
-    import random
-
     import numpy as np
 
     from trainer.core.device import seed_generators

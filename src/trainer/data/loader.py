@@ -25,6 +25,9 @@ from trainer.data.mixture import mixture_weights, shares
 from trainer.errors import CheckpointMismatch, DataError
 
 NEVER = 2**31  # torchdata's own snapshots are not used: they depend on the number of workers
+READ_AHEAD_TOKENS = 2**11
+"""Batches that are smaller are made several at a time: right after a step neither code nor data are in the processor's cache,
+and most of a small batch's time is the wait for them."""
 _KEEPS_ROWS = {"data.batch_size", "data.epoch_end"}  # settings that cut the sequence of rows differently, nothing else
 
 
@@ -149,10 +152,15 @@ class _InProcess:
     sampler: _Sampler
     pin_memory: bool
 
-    def __iter__(self) -> Iterator[tuple[HostBatch, Cursor]]:
+    def __iter__(self) -> Iterator[tuple[GlobalBatch, Cursor]]:
+        ahead, tokens = [], 0
         for item in self.sampler:
             batch, after = self.rows[item]
-            yield batch.pin_memory() if self.pin_memory else batch, after
+            ahead.append(((batch.pin_memory() if self.pin_memory else batch).unpack(), after))
+            tokens += batch.document_ids.numel()
+            if tokens >= READ_AHEAD_TOKENS:
+                yield from ahead
+                ahead, tokens = [], 0
 
 
 class BatchLoader:
@@ -189,7 +197,7 @@ class BatchLoader:
             if config.num_workers
             else _InProcess(rows, self._sampler, pin_memory)
         )
-        self._iterator: Iterator[tuple[HostBatch, Cursor]] | None = None
+        self._iterator: Iterator[tuple[GlobalBatch, Cursor]] | None = None
         self._cursor = self._before = Cursor()
         self._changed: set[str] = set()
         self._rows: dict[int, int] = {}
@@ -205,14 +213,20 @@ class BatchLoader:
             raise DataError("the batch loader is closed")
         try:
             if self._iterator is None:
-                self._iterator = iter(self._loader)
+                self._iterator = self._batches(self._loader)
             self._before = self._cursor
             batch, self._cursor = next(self._iterator)
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
             raise DataError(f"{error}; is memory short? data.num_workers = 0 loads in the training process") from error
-        return batch.unpack()
+        return batch
+
+    @staticmethod
+    def _batches(loader: "StatefulDataLoader | _InProcess") -> Iterator[tuple[GlobalBatch, Cursor]]:
+        if isinstance(loader, _InProcess):
+            return iter(loader)
+        return ((batch.unpack(), after) for batch, after in loader)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the place after the last returned batch and what the order depends on; JSON-able, of constant size,

@@ -13,7 +13,7 @@ from trainer.config.rl import RLSection
 from trainer.core.rng import derive_seed
 from trainer.errors import DataError, TrainingError
 from trainer.rl.rendering import Renderer
-from trainer.rl.scoring import Scorer
+from trainer.rl.scoring import Patience, Scorer
 from trainer.rl.types import Completion, FinishReason, Generator, Group, Message, Prompt, Request, Rollout, Sampling
 
 
@@ -89,7 +89,7 @@ def rollouts(
         for prompt in prompts
         for episode in _begin(prompt, samples, renderer=renderer, scorer=scorer, seq_len=seq_len)
     ]
-    live = [episode for episode in episodes if episode.error is None]
+    live, patience = [episode for episode in episodes if episode.error is None], scorer.patience()
     while live:
         requests = [
             Request(
@@ -105,8 +105,8 @@ def rollouts(
         for episode, completion in zip(live, completions, strict=True):
             _take_turn(episode, completion, renderer, sampling)
         goes_on = [episode for episode in live if _may_go_on(episode, scorer, config)]
-        live = _answer(goes_on, renderer=renderer, scorer=scorer, seq_len=seq_len)
-    _score(episodes, scorer)
+        live = _answer(goes_on, renderer=renderer, scorer=scorer, patience=patience, seq_len=seq_len)
+    _score(episodes, scorer, patience)
     return [
         Group(prompt.number, prompt.id, [episode.rollout() for episode in episodes[start : start + samples]])
         for prompt, start in zip(prompts, range(0, len(episodes), samples), strict=True)
@@ -153,9 +153,11 @@ def _may_go_on(episode: _Episode, scorer: Scorer, config: RLSection) -> bool:
     return multi_turn and episode.finish_reason == "stop" and episode.turns < config.max_turns
 
 
-def _answer(episodes: list[_Episode], *, renderer: Renderer, scorer: Scorer, seq_len: int) -> list[_Episode]:
+def _answer(
+    episodes: list[_Episode], *, renderer: Renderer, scorer: Scorer, patience: Patience, seq_len: int
+) -> list[_Episode]:
     """Lets the environments answer; returns the episodes in which the model is to speak again."""
-    replies = scorer.step([(episode.prompt, episode.messages) for episode in episodes])
+    replies = scorer.step([(episode.prompt, episode.messages) for episode in episodes], patience)
     live = []
     for episode, reply in zip(episodes, replies, strict=True):
         episode.error = reply.error
@@ -178,9 +180,9 @@ def _answer(episodes: list[_Episode], *, renderer: Renderer, scorer: Scorer, seq
     return live
 
 
-def _score(episodes: list[_Episode], scorer: Scorer) -> None:
+def _score(episodes: list[_Episode], scorer: Scorer, patience: Patience) -> None:
     whole = [episode for episode in episodes if episode.error is None]
-    judged = scorer.score([(episode.prompt, episode.messages) for episode in whole])
+    judged = scorer.score([(episode.prompt, episode.messages) for episode in whole], patience)
     for episode, result in zip(whole, judged, strict=True):
         episode.reward, episode.parts, episode.error = result.reward, result.parts, result.error
 

@@ -37,6 +37,7 @@ class LocalEngine:
         self._slots = slots
         self._decoding, self._refresh = open_decoding(model, snapshot=snapshot, pack_bytes=pack_bytes)
         self._version: int | None = None
+        self._is_closed = False
         self._between_steps = threading.Lock()
         self._turn = threading.Lock()  # held by an update that waits, or generation would never let it in
 
@@ -68,12 +69,16 @@ class LocalEngine:
             with self._turn:
                 pass
             with self._between_steps:
+                if self._is_closed:
+                    raise TrainingError("the engine was closed while it generated")
                 batch.step(self._version)
         return batch.completions()
 
     def close(self) -> None:
-        """Frees the cache."""
-        self._decoding.forget()
+        """Frees the cache, and ends a `generate` that is under way in another thread."""
+        with self._turn, self._between_steps:
+            self._is_closed = True
+            self._decoding.forget()
 
     def _check(self, number: int, request: Request) -> None:
         ids, limit, vocab_size = request.prompt_ids, self._decoding.context_tokens, self._model.vocab_size

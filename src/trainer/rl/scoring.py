@@ -1,34 +1,31 @@
-"""Scoring completions and stepping environments with code that may raise, hang, crash or return nonsense.
+"""Scoring completions and stepping environments, whatever their code does.
 
 Whatever a reward function does costs its sample and no more. The trainer's own environments run in this process;
-everybody else's in one other, which is killed and started again where an answer takes too long. Answers come in the order
+everybody else's in others, which are killed and started again where an answer takes too long. Answers come in the order
 of the requests. Nothing executes what the model wrote: it travels as JSON text.
 """
 
-import json
-import os
-import signal
-import subprocess
-import sys
+import math
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from queue import LifoQueue
 from typing import Any, Self
 
 from trainer.core.log import logger
 from trainer.errors import TrainingError
 from trainer.rl.envs import LoadedEnvironment
+from trainer.rl.score_process import ScoringProcess
 from trainer.rl.score_worker import answer
 from trainer.rl.types import Message, Prompt
 
-LOAD_SECONDS = 180.0
-"""A scoring process must have imported an environment within this time."""
-_END_SECONDS = 10.0  # a process whose connection is closed has ended, or is about to
+_JOIN_SECONDS = (
+    1.0  # for each of these that a call lasts another process joins in, so quick scoring starts no second one
+)
 _WARNINGS = 5  # failures told one by one, per environment
-_COMMAND = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from trainer.rl.score_worker import serve; "
 
 
 @dataclass(frozen=True)
@@ -48,34 +45,69 @@ class Stepped:
     error: str | None = None
 
 
+@dataclass
+class Patience:
+    """What is left of the time that the scoring of one batch may take."""
+
+    seconds: float = math.inf
+    left: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = self.seconds
+
+
 Conversation = tuple[Prompt, Sequence[Message]]
 """A prompt and everything said so far, its own messages included."""
+_Reply = dict[str, Any]
 
 
 class Scorer:
-    """Scores and steps conversations of `environments`; `seed` is the run's. Safe to use from several threads.
+    """Scores and steps conversations of `environments`. Safe to use from several threads.
+
+    Args:
+        seed: the run's.
+        processes: at most this many score at once.
+        patience_seconds: of `patience()`; a batch's conversations that are not scored within it are lost.
 
     Attributes:
         failures: samples lost so far, by the environment's position.
     """
 
-    def __init__(self, environments: Sequence[LoadedEnvironment], seed: int):
+    def __init__(
+        self,
+        environments: Sequence[LoadedEnvironment],
+        seed: int,
+        *,
+        processes: int = 1,
+        patience_seconds: float = math.inf,
+    ):
         self.environments = environments
         self.failures: Counter[int] = Counter()
-        self._worker = _Worker(environments, seed)
+        self._patience_seconds = patience_seconds
+        self._processes = [ScoringProcess(environments, seed) for _ in range(processes)]
+        self._idle: LifoQueue[ScoringProcess] = LifoQueue()  # so the one that runs already is taken first
+        for process in reversed(self._processes):
+            self._idle.put(process)
         self._lock = threading.Lock()
+        self._is_closed = False
 
-    def score(self, conversations: Sequence[Conversation]) -> list[Judged]:
+    def patience(self) -> Patience:
+        """Returns what one batch may take, to be handed to each of its calls."""
+        return Patience(self._patience_seconds)
+
+    def score(self, conversations: Sequence[Conversation], patience: Patience | None = None) -> list[Judged]:
         """Returns a reward or an error for each conversation, in order."""
-        return [Judged(**reply) for reply in self._ask("score", conversations)]
+        return [Judged(**reply) for reply in self._ask("score", conversations, patience or self.patience())]
 
-    def step(self, conversations: Sequence[Conversation]) -> list[Stepped]:
+    def step(self, conversations: Sequence[Conversation], patience: Patience | None = None) -> list[Stepped]:
         """Returns what each environment says after the model's turn that the conversation ends with, in order."""
-        return [Stepped(**reply) for reply in self._ask("step", conversations)]
+        return [Stepped(**reply) for reply in self._ask("step", conversations, patience or self.patience())]
 
     def close(self) -> None:
-        """Ends the scoring process."""
-        self._worker.close()
+        """Ends the scoring processes, and with them what is being scored."""
+        self._is_closed = True
+        for process in self._processes:
+            process.close()
 
     def __enter__(self) -> Self:
         return self
@@ -83,135 +115,95 @@ class Scorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, task: str, conversations: Sequence[Conversation]) -> list[dict[str, Any]]:
-        with self._lock:
-            return [self._ask_one(task, prompt, [*messages]) for prompt, messages in conversations]
-
-    def _ask_one(self, task: str, prompt: Prompt, messages: list[Message]) -> dict[str, Any]:
-        loaded = self.environments[prompt.env]
-        if loaded.built_in:
-            reply = answer(loaded.environment, task, prompt.info, messages)
-        else:
-            reply = self._worker.ask(loaded, task, prompt, messages)
-        if "error" not in reply:
-            return reply
-        return {"error": self.lose(prompt, reply["error"])}
-
     def lose(self, prompt: Prompt, why: str) -> str:
         """Counts a lost sample of `prompt`, tells the first ones, and returns what to tell of it."""
         loaded = self.environments[prompt.env]
-        self.failures[prompt.env] += 1
+        with self._lock:
+            self.failures[prompt.env] += 1
+            count = self.failures[prompt.env]
         error = f"environment {loaded.config.name!r} (envs.{loaded.position}), prompt {prompt.id}: {why}"
-        if self.failures[prompt.env] <= _WARNINGS:
-            more = "" if self.failures[prompt.env] < _WARNINGS else "; further ones are counted, not told"
+        if count <= _WARNINGS:
+            more = "" if count < _WARNINGS else "; further ones are counted, not told"
             logger.warning("a sample is left out: {}{}", error, more)
         return error
 
-
-class _Gone(Exception):
-    """The scoring process does not answer, and why."""
-
-
-class _GoneBefore(_Gone):
-    """It ended before it took the request."""
-
-
-class _Worker:
-    """The scoring process: started when it is first needed, and again after it had to be killed."""
-
-    def __init__(self, environments: Sequence[LoadedEnvironment], seed: int):
-        self._environments, self._seed = environments, seed
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
-        self._loaded: set[int] = set()  # environments that the present process has
-        self._worked: set[int] = set()  # environments that some process had
-
-    def ask(self, loaded: LoadedEnvironment, task: str, prompt: Prompt, messages: list[Message]) -> dict[str, Any]:
-        """Returns the environment's answer, or {"error"}.
-
-        Raises:
-            TrainingError: the environment cannot be loaded there, although it could be here.
-        """
-        was_there = self._process is not None
-        request = {"task": task, "env": prompt.env, "info": prompt.info, "messages": messages}
+    def _ask(self, task: str, conversations: Sequence[Conversation], patience: Patience) -> list[_Reply]:
+        round_ = _Round(task, conversations, time.monotonic() + patience.left, patience.seconds)
+        started = time.monotonic()
+        for number, (prompt, messages) in enumerate(conversations):
+            loaded = self.environments[prompt.env]
+            if loaded.built_in:
+                self._settle(round_, number, answer(loaded.environment, task, prompt.info, [*messages]))
+            else:
+                round_.waiting.append(number)
         try:
-            self._load(loaded)
-            return self._exchange(request, loaded.config.score_seconds)
-        except _Gone as gone:
-            has_loaded = loaded.position in self._loaded
-            self.close()
-            if was_there and isinstance(gone, _GoneBefore):
-                # It ended while nobody asked it anything: this sample is not to blame.
-                return self.ask(loaded, task, prompt, messages)
-            if has_loaded:
-                return {"error": f"{task}() {gone}"}
-            if loaded.position in self._worked:
-                return {"error": f"the scoring process could not load the environment again: {gone}"}
-            raise TrainingError(
-                f"the scoring process cannot load environment {loaded.config.name!r} (envs.{loaded.position}): {gone}"
-            ) from None
+            self._elsewhere(round_)
+        finally:
+            patience.left -= time.monotonic() - started
+        return round_.replies
 
-    def close(self) -> None:
-        """Kills the process and everything it has started."""
-        if self._connection is not None:
-            self._connection.close()
-        if self._process is not None:
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # it ended, and its children with it
-            self._process.wait()
-        self._process = self._connection = None
-        self._loaded.clear()
-
-    def _load(self, loaded: LoadedEnvironment) -> None:
-        if loaded.position in self._loaded:
+    def _elsewhere(self, round_: "_Round") -> None:
+        """Has the scoring processes answer what waits."""
+        if not round_.waiting:
             return
-        if self._process is None:
-            self._start()
-        config = loaded.config.model_dump_json()
-        request = {"task": "load", "env": loaded.position, "config": config, "seed": self._seed}
-        reply = self._exchange(request, LOAD_SECONDS)
+        self._ask_next(round_)  # alone: a process that has to load its environment is not yet a slow one
+        count = min(len(self._processes), len(round_.waiting))
+        if not count:
+            return
+        with ThreadPoolExecutor(count, thread_name_prefix="scoring") as threads:
+            joined = [threads.submit(self._join, round_, number * _JOIN_SECONDS) for number in range(count)]
+        for future in joined:
+            future.result()
+
+    def _join(self, round_: "_Round", after_seconds: float) -> None:
+        if round_.nothing_waits.wait(after_seconds):
+            return
+        try:
+            while self._ask_next(round_):
+                pass
+        finally:
+            round_.nothing_waits.set()
+
+    def _ask_next(self, round_: "_Round") -> bool:
+        """Answers the next one that waits, if there is one and nothing has failed."""
+        try:
+            number = round_.waiting.popleft()
+        except IndexError:
+            return False
+        try:
+            self._settle(round_, number, self._reply(round_, *round_.conversations[number]))
+        except BaseException:
+            round_.waiting.clear()
+            raise
+        return True
+
+    def _reply(self, round_: "_Round", prompt: Prompt, messages: Sequence[Message]) -> _Reply:
+        process = self._idle.get()
+        try:
+            if self._is_closed:
+                raise TrainingError("nothing is scored any more: the run is at its end")
+            if time.monotonic() >= round_.deadline:
+                return {"error": f"{round_.task}() was not called: {round_.used_up}"}
+            return process.ask(self.environments[prompt.env], round_.task, prompt, messages)
+        finally:
+            self._idle.put(process)
+
+    def _settle(self, round_: "_Round", number: int, reply: _Reply) -> None:
         if "error" in reply:
-            raise _Gone(reply["error"])
-        self._loaded.add(loaded.position)
-        self._worked.add(loaded.position)
+            reply = {"error": self.lose(round_.conversations[number][0], reply["error"])}
+        round_.replies[number] = reply
 
-    def _start(self) -> None:
-        self._connection, theirs = Pipe()
-        descriptor = theirs.fileno()
-        command = [sys.executable, "-c", f"{_COMMAND}serve({descriptor}, {os.getpid()})", json.dumps(sys.path)]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            pass_fds=[descriptor],
-            start_new_session=True,  # signals to this process's group are not for it; its own group is killed as one
-            env=os.environ | {"PYTHONHASHSEED": "0"},  # the order of a set must not depend on the process
+
+class _Round:
+    """One call's conversations and their answers, in order."""
+
+    def __init__(self, task: str, conversations: Sequence[Conversation], deadline: float, seconds: float):
+        self.task, self.conversations = task, conversations
+        self.deadline = deadline
+        self.used_up = (
+            f"scoring its batch has taken {seconds:g} s, half of runtime.timeout_seconds, and other ranks wait; "
+            "raise rl.score_processes or that"
         )
-        theirs.close()
-
-    def _exchange(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
-        kind = _GoneBefore
-        try:
-            assert self._connection is not None
-            self._connection.send_bytes(json.dumps(request).encode())
-            self._receive(timeout_seconds)  # score_worker.TAKEN
-            kind = _Gone
-            return json.loads(self._receive(timeout_seconds))
-        except (EOFError, OSError):
-            raise kind(f"ended the scoring process ({self._end()})") from None
-
-    def _receive(self, timeout_seconds: float) -> bytes:
-        assert self._connection is not None
-        if not self._connection.poll(timeout_seconds):
-            raise _Gone(f"gave no answer within {timeout_seconds:g} s")
-        return self._connection.recv_bytes()
-
-    def _end(self) -> str:
-        """How the process ended, whose connection is closed."""
-        assert self._process is not None
-        try:
-            code = self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "it closed its connection"
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        self.replies: list[_Reply] = [{}] * len(conversations)
+        self.waiting: deque[int] = deque()
+        self.nothing_waits = threading.Event()

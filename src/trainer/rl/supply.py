@@ -1,5 +1,6 @@
 """Reinforcement learning's side of a run: rollouts of environments, the objective, rewards on held-out prompts."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -90,7 +91,13 @@ class RLSupply(Supply):
 
     def attach(self, run: Run) -> None:
         self._limit_conversations(run.model)
-        self._scorer = Scorer(self.environments, self.config.seed)
+        self._scorer = Scorer(
+            self.environments,
+            self.config.seed,
+            processes=self.config.rl.score_processes,
+            # The other ranks wait for this one's rewards, and not for ever.
+            patience_seconds=self.config.runtime.timeout_seconds / 2 if self._world.size > 1 else math.inf,
+        )
         self._engine = build_engine(self.config, run.model, self._place)
         self.batches.attach(run, self._frozen_models(run))
         self.batches.source.attach(self._engine, self.generate)
@@ -122,11 +129,12 @@ class RLSupply(Supply):
         return row if reward is None else {"eval_reward": reward} | row
 
     def close(self) -> None:
-        self.batches.close()
-        if self._engine is not None:
-            self._engine.close()
+        # First what generates and scores ahead, or the thread that does would go on to its end.
         if self._scorer is not None:
             self._scorer.close()
+        if self._engine is not None:
+            self._engine.close()
+        self.batches.close()
 
     def _rollouts(self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, purpose: str) -> list[Group]:
         assert self._engine is not None and self._scorer is not None

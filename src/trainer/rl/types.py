@@ -104,7 +104,9 @@ class Generator(Protocol):
         """Returns one completion for each request, in their order; this rank's own, without any collective."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends a `generate` that is under way in another thread, and frees what the engine holds."""
+        ...
 
 
 @dataclass

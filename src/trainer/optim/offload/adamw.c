@@ -14,6 +14,7 @@ typedef struct {
     const float *grad;
     float *exp_avg, *exp_avg_sq;
     uint16_t *rounded; /* bfloat16, or NULL */
+    float *step;       /* takes `count` */
     int64_t size;
     float decay;      /* 1 - lr * weight_decay */
     float weight;     /* 1 - beta1, below 0.5 */
@@ -21,6 +22,7 @@ typedef struct {
     float correction; /* sqrt(1 - beta2^step) */
     float eps;
     float move;       /* -lr / (1 - beta1^step) */
+    float count;      /* of this update, from 1 */
 } Tensor;
 
 static inline uint16_t to_bfloat16(float x) {
@@ -88,14 +90,24 @@ static void step(const Tensor *tensor, float factor, int64_t first, int64_t last
     piece(&t, factor, first, last - first, 0);
 }
 
-/* One worker's share of a step: of each tensor the worker-th of `workers` equal parts. Gradients are multiplied by
- * `factor` as they are read (1 changes no bit) and not stored: that would cost an eighth of the step's memory traffic. */
-void trainer_adamw(const Tensor *tensors, int64_t count, float factor, int64_t worker, int64_t workers) {
+/* One worker's share of a step: of each tensor the worker-th of `workers` equal parts. */
+static void share(const Tensor *tensors, int64_t count, float factor, int64_t worker, int64_t workers) {
     for (int64_t k = 0; k < count; k++) {
         const Tensor *t = &tensors[k];
         const int64_t blocks = t->size / 8;
         step(t, factor, blocks * worker / workers * 8, blocks * (worker + 1) / workers * 8);
-        if (worker == workers - 1)
+        if (worker == workers - 1) {
             piece(t, factor, blocks * 8, t->size - blocks * 8, 1);
+            *t->step = t->count;
+        }
     }
+}
+
+/* A step. Gradients are multiplied by `factor` as they are read (1 changes no bit) and not stored: that would cost an eighth
+ * of the step's memory traffic. The threads are OpenMP's, as torch's are: others would find every core taken by those,
+ * which wait for their next work without going to sleep. */
+void trainer_adamw(const Tensor *tensors, int64_t count, float factor, int64_t workers) {
+#pragma omp parallel for num_threads(workers) schedule(static, 1) if (workers > 1)
+    for (int64_t worker = 0; worker < workers; worker++)
+        share(tensors, count, factor, worker, workers);
 }

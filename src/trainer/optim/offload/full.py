@@ -130,8 +130,6 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
         """
         self._gradients.close()
         self._worker.shutdown()
-        if self._native is not None:
-            self._native.close()
         self.masters.synchronize()
 
     # --- gradients ------------------------------------------------------------------------------------------------------

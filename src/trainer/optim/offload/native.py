@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,16 +25,19 @@ from trainer.core.log import logger
 from trainer.optim.offload.tensors import bare_part
 
 SOURCE = Path(__file__).with_name("adamw.c")
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 SWITCH = "TRAINER_NATIVE"
 """Environment variable; "0" leaves everything to torch."""
 
 
 class _Tensor(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("param", "grad", "exp_avg", "exp_avg_sq", "rounded")),
+        *((name, ctypes.c_void_p) for name in ("param", "grad", "exp_avg", "exp_avg_sq", "rounded", "step")),
         ("size", ctypes.c_int64),
-        *((name, ctypes.c_float) for name in ("decay", "weight", "beta2", "rest2", "correction", "eps", "move")),
+        *(
+            (name, ctypes.c_float)
+            for name in ("decay", "weight", "beta2", "rest2", "correction", "eps", "move", "count")
+        ),
     ]
 
 
@@ -45,9 +47,7 @@ class NativeAdamW:
     def __init__(self, optimizer: AdamW, kernel: Any):
         self._optimizer = optimizer
         self._kernel = kernel
-        self._workers = ThreadPoolExecutor(
-            os.cpu_count() or 1, thread_name_prefix="adamw"
-        )  # started as they are needed
+        self._known: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}  # by id: parameter and state that fit
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "NativeAdamW | None":
@@ -77,30 +77,34 @@ class NativeAdamW:
         if not members:
             return
         state = self._optimizer.state
-        torch._foreach_add_([state[parameter]["step"] for _, parameter in members], 1)  # pyright: ignore[reportPrivateImportUsage]
         tensors = (_Tensor * len(members))()
         numbers: dict[tuple[int, float], tuple[float, ...]] = {}  # few groups and counters, many tensors
         for place, (index, parameter) in enumerate(members):
-            entries, key = state[parameter], (index, state[parameter]["step"].item())
+            entries = state[parameter]
+            key = index, entries["step"].item() + 1
             if key not in numbers:
                 numbers[key] = _numbers(self._optimizer.param_groups[index], key[1])
             tensors[place] = (*_addresses(parameter, entries, rounded.get(id(parameter))), *numbers[key])
-        arguments = (tensors, len(members), 1.0 if factor is None else factor.item())
-        threads = torch.get_num_threads()
-        shares = [self._workers.submit(self._kernel, *arguments, k, threads) for k in range(1, threads)]
-        self._kernel(*arguments, 0, threads)
-        for share in shares:
-            share.result()
-
-    def close(self) -> None:
-        """Ends the threads."""
-        self._workers.shutdown()
+        self._kernel(tensors, len(members), 1.0 if factor is None else factor.item(), torch.get_num_threads())
 
     def _fits(self, parameter: Tensor) -> bool:
-        state = self._optimizer.state.get(parameter, {})
-        if not {"step", "exp_avg", "exp_avg_sq"} <= state.keys() or parameter.grad is None:
+        state, grad = self._optimizer.state.get(parameter), parameter.grad
+        if not state or grad is None or not _is_plain(parameter) or not _is_plain(grad):
             return False
-        return all(map(_is_plain, (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])))
+        step, exp_avg, exp_avg_sq = (state.get(name) for name in ("step", "exp_avg", "exp_avg_sq"))
+        known = self._known.get(
+            id(parameter)
+        )  # looked at once: it stays as it is, unless somebody puts another one there
+        if known is None or known[1] is not step or known[2] is not exp_avg or known[3] is not exp_avg_sq:
+            if (
+                step is None
+                or exp_avg is None
+                or exp_avg_sq is None
+                or not all(map(_is_plain, (step, exp_avg, exp_avg_sq)))
+            ):
+                return False
+            self._known[id(parameter)] = parameter, step, exp_avg, exp_avg_sq
+        return True
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -130,6 +134,7 @@ def _addresses(parameter: Tensor, state: Mapping[str, Any], out: Tensor | None) 
         bare_part(state["exp_avg"]).data_ptr(),
         bare_part(state["exp_avg_sq"]).data_ptr(),
         None if out is None else out.data_ptr(),
+        state["step"].data_ptr(),
         part.numel(),
     )
 
@@ -139,7 +144,7 @@ def _numbers(group: Mapping[str, Any], step: float) -> tuple[float, ...]:
     beta1, beta2 = group["betas"]
     correction = math.sqrt(1 - beta2**step)
     decay, move = 1 - group["lr"] * group["weight_decay"], -(group["lr"] / (1 - beta1**step))
-    return decay, 1 - beta1, beta2, 1 - beta2, correction, group["eps"], move
+    return decay, 1 - beta1, beta2, 1 - beta2, correction, group["eps"], move, step
 
 
 # --- the kernel -----------------------------------------------------------------------------------------------------
@@ -153,7 +158,7 @@ def load_kernel() -> Any:
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         logger.info(f"AdamW on the host runs in several passes (torch's): the native kernel cannot be built: {error}")
         return None
-    kernel.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int64, ctypes.c_int64]
+    kernel.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int64]
     kernel.restype = None
     if not equals_torch(kernel):
         logger.info("AdamW on the host runs in several passes (torch's): the native kernel's bits differ from torch's")

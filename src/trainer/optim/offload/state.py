@@ -88,8 +88,6 @@ class CPUOffloadOptimizer(OffloadOptimizer):
             self._stream.synchronize()
 
     def close(self) -> None:
-        if self._native is not None:
-            self._native.close()
         self.synchronize()
 
     def _take_over(self) -> None:
@@ -121,11 +119,11 @@ class CPUOffloadOptimizer(OffloadOptimizer):
             if factor is not None and parameter.grad is not None:
                 local_part(parameter.grad).mul_(factor)
         plain_step(self.inner)()
+        self._hosted.adopt_new()
 
     def _update(self) -> None:
         if not self._copies:
             self._update_in_place()
-            self._hosted.adopt_new()
             return
         self._hosted.adopt_new()
         if self._hosted.replan(self._entries):

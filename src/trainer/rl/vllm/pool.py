@@ -56,13 +56,15 @@ class Pool:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """Ends what is waiting to be sent again."""
+        """Sends nothing any more, neither for the first time nor again."""
         self._closed.set()
 
     def _ask(self, ask: Callable[[ServerClient, T], R], item: T, given_up: threading.Event) -> R:
         reasons: dict[str, str] = {}
         timeouts, deadline = 0, None
         while True:
+            if self._closed.is_set():
+                raise TrainingError("a request was not sent: the engine is closed")
             server = self._choose()
             try:
                 return ask(server, item)

@@ -1,0 +1,101 @@
+"""Worker: our run, as `trainer sft` would start it, and two bare loops, a step of each in turn.
+
+All in one process, since the same loop in two processes differs by more than what is measured here: memory lies elsewhere,
+and what a shared machine does changes within seconds. An order is for rounds; in a round each takes one step, ours first,
+the bare ones in alternating order. The answer's seconds are of the whole round; its notes tell each one's.
+
+Everything that our loop does in a step is measured: reading and laying out the batch, forward and backward, clipping, the
+optimizer, the schedule, the row in metrics.jsonl, the console line that is due, scheduled garbage collection.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import tomli_w
+import torch
+
+from benchmarks.bare_loop import bare_steps, chunked_loss, full_loss, prepared_batches
+from benchmarks.cases import Case
+from benchmarks.gate import Gate, Stopped
+from trainer.config.load import load_config
+from trainer.config.run import SFTConfig
+from trainer.data.batch import GlobalBatch
+from trainer.sft.supply import supply
+from trainer.train import setup
+from trainer.train.cross_entropy import cross_entropy
+from trainer.train.loop import fit
+from trainer.train.supply import BatchSource
+
+
+class Rounds:
+    """Our run's loader: where the loop asks for its next batch, its step is over and the bare loops take theirs."""
+
+    def __init__(self, loader: BatchSource, bare: Mapping[str, Iterator[int]], gate: Gate):
+        self._loader, self._bare, self._gate = loader, bare, gate
+        self._started: tuple[float, float] | None = None  # of our step; wall and CPU seconds
+        self._tokens = self._count = 0
+
+    def next_batch(self) -> GlobalBatch:
+        if self._started is not None:
+            self._note("ours", self._started, self._tokens)
+            for name in list(self._bare)[:: 1 if self._count % 2 else -1]:
+                started = _now()
+                self._note(name, started, next(self._bare[name]))
+        self._count += 1
+        self._gate.before_step()
+        self._started = _now()
+        batch = self._loader.next_batch()
+        self._tokens = batch.tokens
+        return batch
+
+    def settle(self) -> None:
+        self._loader.settle()
+
+    def close(self) -> None:
+        self._loader.close()
+
+    def _note(self, name: str, started: tuple[float, float], tokens: int) -> None:
+        seconds, cpu_seconds = (end - start for end, start in zip(_now(), started, strict=True))
+        self._gate.count(tokens)
+        self._gate.note(**{f"{name}: seconds": seconds, f"{name}: cpu_seconds": cpu_seconds, f"{name}: tokens": tokens})
+
+
+def rotated(batches: Sequence[GlobalBatch], third: int) -> list[GlobalBatch]:
+    """Returns the batches, beginning elsewhere: on CPU products in bfloat16 are compiled at their first use for each shape, and
+    with the same batches ours, who comes first, would pay for all three."""
+    start = len(batches) * third // 3
+    return [*batches[start:], *batches[:start]]
+
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def main() -> None:
+    case = Case.from_arguments(json.loads(sys.argv[1]))
+    gate = Gate(torch.set_num_threads)
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        path = Path(folder) / "run.toml"
+        path.write_text(tomli_w.dumps(case.run_config(Path(folder) / "run")))
+        loaded = load_config(SFTConfig, ["@", str(path)])
+        loss_function = partial(cross_entropy, chunk_tokens=loaded.config.model.loss_chunk_tokens)
+        try:
+            with setup.start(loaded, supply(loss_function)) as run:
+                batches = prepared_batches(loaded.config)
+                bare = {
+                    "bare chunked": bare_steps(loaded.config, rotated(batches, 1), chunked_loss),
+                    "bare full logits": bare_steps(loaded.config, rotated(batches, 2), full_loss),
+                }
+                run.supply.batches = Rounds(run.loader, bare, gate)  # type: ignore[assignment]
+                fit(run)
+        except Stopped:
+            pass
+
+
+if __name__ == "__main__":
+    main()
