@@ -187,24 +187,28 @@ HANGING = """
 def sample(self, rng):
     return f"say {rng.integers(1000)}", {}
 
+calls = 0  # in this scoring process; the next one begins anew
+
 def score(self, info, completion):
-    if os.environ["RANK"] == "1":
+    self.calls += 1
+    if os.environ["RANK"] == "1" and self.calls == 2:
         time.sleep(3600)
     return len(set(completion)) / 100
 """
 
 
 @pytest.mark.slow  # 30 s of waiting for what hangs
-def test_a_rank_on_which_everything_hangs_does_not_outlast_the_others(tmp_path):
-    """Eight samples of 10 s each would take 80 s, and the other rank waits for 40."""
+def test_a_rank_on_which_scoring_hangs_again_and_again_does_not_outlast_the_others(tmp_path):
+    """Six hangs of 10 s each would take 60 s, and the other rank waits for 40."""
     own = environment(tmp_path, HANGING, "--envs.N.score-seconds", "10")
-    flags = (*SHORT, *own, "--max-steps", "1", "--rl.prompts", "4", "--rl.samples", "4")
+    flags = (*SHORT, *own, "--max-steps", "1", "--rl.prompts", "2", "--rl.samples", "12")
     argv = [*runs.DEBUG_RL, "--output-dir", str(tmp_path / "a"), *flags]
     argv += ["--rl.score-processes", "1", "--runtime.timeout-seconds", "40"]
     assert run_fresh(runs._rl, 2, argv) == [0, 0]
     errors = [row["error"] for row in rollouts(tmp_path / "a") if row["reward"] is None]
-    assert len(errors) == 8 and sum("gave no answer within 10 s" in error for error in errors) == 2
-    assert sum("was not called: scoring its batch has taken 20 s" in error for error in errors) == 6
+    assert sum("gave no answer within 10 s" in error for error in errors) == 2
+    assert sum("was not called: scoring its batch has taken 20 s" in error for error in errors) == 8
+    assert metrics(tmp_path / "a")[-1]["unscored"] == len(errors) == 10
 
 
 CONVERSATION = """
