@@ -2,6 +2,7 @@
 
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,30 @@ def test_a_compiler_that_fails_is_survived(fresh, monkeypatch):
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CC", str(compiler))
     assert native.load_kernel() is None
+
+
+def test_a_compiler_without_openmp_is_survived(fresh, monkeypatch):
+    compiler = fresh / "cc"
+    compiler.write_text(
+        '#!/bin/sh\ncase " $* " in *" -fopenmp "*) echo "no such option" >&2; exit 1; esac\nexec cc "$@"\n'
+    )
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CC", str(compiler))
+    assert native.load_kernel() is None
+
+
+def test_two_may_compile_at_the_same_time(fresh, kernel, monkeypatch):
+    """Containers on several machines, with one home directory and the same process ids."""
+    done, compiler = fresh / "done", fresh / "cc"
+    done.mkdir()
+    wait = f"touch {done}/$$; for _ in $(seq 1000); do [ $(ls {done} | wc -l) = 2 ] && exit; sleep 0.01; done"
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec cc --version\ncc "$@" && {{ {wait}; }}\n')
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CC", str(compiler))
+    with ThreadPoolExecutor(2) as threads:
+        first, second = [threads.submit(native._compiled) for _ in range(2)]
+    assert first.result() == second.result()
+    assert [path.name for path in (fresh / "cache" / "exact-trainer").iterdir()] == [first.result().name]
 
 
 def test_a_user_without_a_home_is_no_reason_to_fail(fresh, kernel, monkeypatch):

@@ -195,12 +195,14 @@ def _compiled() -> Path:
         home = Path(tempfile.mkdtemp(prefix="exact-trainer-"))
     target = home / f"adamw-{key}.so"
     if not target.exists():
-        made = target.with_suffix(f".{os.getpid()}")
-        command = [compiler, *FLAGS, "-o", str(made), str(SOURCE), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise OSError(f"{' '.join(command)} failed: {done.stderr.strip()[:500]}")
-        made.replace(target)  # ranks that compile at the same time put the same file there
+        # Not by process id: containers that share a home directory have the same ones.
+        with tempfile.TemporaryDirectory(dir=home) as folder:
+            made = Path(folder) / target.name
+            command = [compiler, *FLAGS, "-o", str(made), str(SOURCE), "-lm"]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode != 0:
+                raise OSError(f"{' '.join(command)} failed: {done.stderr.strip()[:500]}")
+            made.replace(target)  # ranks that compile at the same time put the same file there
     return target
 
 
