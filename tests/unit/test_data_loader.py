@@ -209,6 +209,29 @@ def test_d16_skipped_batches_are_not_even_read(monkeypatch):
     assert [f"0:{document}" for document in read[: len(wanted)]] == wanted  # small batches are read several at a time
 
 
+def test_a_batch_that_cannot_be_made_costs_none_before_it(monkeypatch):
+    """They are made several at a time: a run that ends before the bad one must not hear of it."""
+    corpus, config = corpus_of([5] * 64), config_of()
+    reference, _ = run(corpus, config, 5)
+    bad = int(flat(run(corpus, config, 6)[0])[5 * 4].split(":")[1])  # the first document of the sixth batch
+    gather = Corpus.gather
+
+    def failing(self, documents):
+        if bad in documents:
+            raise DataError("these tokens cannot be read")
+        return gather(self, documents)
+
+    monkeypatch.setattr(Corpus, "gather", failing)
+    (loader,) = loaders_of(corpus, config)
+    assert [row_ids([loader.next_batch()]) for _ in range(5)] == reference
+    assert loader.state_dict()["cursor"]["batch"] == 5
+    with pytest.raises(DataError, match="cannot be read"):
+        loader.next_batch()
+    assert loader.state_dict()["cursor"]["batch"] == 5
+    with pytest.raises(DataError, match="cannot be read"):
+        loaders_of(corpus, config, state=loader.state_dict())[0].next_batch()
+
+
 def test_flush_ends_an_epoch_with_a_shorter_batch():
     corpus, config = corpus_of([5] * 10), config_of(epoch_end="flush")
     (loader,) = loaders_of(corpus, config)

@@ -78,6 +78,14 @@ def test_large_logits_and_improbable_labels_stay_exact():
     assert x.grad is not None and x.grad.isfinite().all()
 
 
+def test_small_losses_beside_large_logits_are_not_lost():
+    """A text that the model knows by heart: with e^-14 as the others' share, the rounding of 40 is larger than the loss."""
+    hidden, weight = torch.ones(1, 1), torch.tensor([[40.0], [26.0]])
+    exact = linear_cross_entropy_reference(hidden.double(), weight.double(), torch.tensor([0]))
+    loss = linear_cross_entropy(hidden, weight, torch.tensor([0]))
+    torch.testing.assert_close(loss.double(), exact, rtol=0.1, atol=0)
+
+
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_only_the_gradients_that_are_needed(frozen):
     x, weight, labels = _inputs()

@@ -2,15 +2,19 @@
 
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.optim import Adam, AdamW
 
 from support.offload import Run
+from support.pool import run_on_ranks
 from trainer.optim.offload import native
 from trainer.optim.offload.native import NativeAdamW, load_kernel
 
@@ -134,11 +138,53 @@ def test_other_tensors_and_rules_are_left_to_torch(kernel):
     del optimizer.state[vector]
     assert not stepper.takes({0: [vector]})
 
+    for entry in ("exp_avg", "exp_avg_sq", "step"):  # the same tensor as in the step before, with other memory
+        optimizer = make([(4,)])
+        stepper, (vector,) = NativeAdamW(optimizer, kernel), optimizer.param_groups[0]["params"]
+        vector.grad = torch.ones(4)
+        assert stepper.takes({0: [vector]})
+        optimizer.state[vector][entry].data = optimizer.state[vector][entry].double()
+        assert not stepper.takes({0: [vector]}), entry
+
     class Mine(AdamW):
         pass
 
     assert NativeAdamW.of(Mine([nn.Parameter(torch.ones(1))], fused=True)) is None
     assert NativeAdamW.of(Adam([nn.Parameter(torch.ones(1))], fused=True)) is None
+
+
+def sharded_apart() -> tuple[list[bool], bool]:
+    """Whether it takes a weight in shards with its gradient in such shards, in others; and equality with torch's step."""
+    mesh = init_device_mesh("cpu", (2,))
+    optimizers = []
+    for _ in range(2):
+        weight = nn.Parameter(distribute_tensor(torch.arange(8.0), mesh, [Shard(0)]))
+        weight.grad = distribute_tensor(torch.arange(8.0) - 3.5, mesh, [Shard(0)])
+        optimizer = AdamW([weight], lr=0.1, fused=True)
+        optimizer.state[weight] = {
+            "step": distribute_tensor(torch.zeros(()), mesh, [Replicate()]),
+            "exp_avg": torch.zeros_like(weight, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(weight, requires_grad=False),
+        }
+        optimizers.append(optimizer)
+    kernel = load_kernel()
+    (ours,), (theirs,) = (optimizer.param_groups[0]["params"] for optimizer in optimizers)
+    stepper = NativeAdamW(optimizers[0], kernel)
+    taken = [stepper.takes({0: [ours]})]
+    stepper.step({0: [ours]}, None, {})
+    optimizers[1].step()
+    pairs = zip(
+        [ours, *optimizers[0].state[ours].values()], [theirs, *optimizers[1].state[theirs].values()], strict=True
+    )
+    same = all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
+    for placement in (Replicate(), Partial()):
+        ours.grad = DTensor.from_local(torch.ones(8), mesh, [placement])
+        taken.append(stepper.takes({0: [ours]}))
+    return taken, same
+
+
+def test_shards(kernel):
+    assert run_on_ranks(sharded_apart, 2) == [([True, False, False], True)] * 2
 
 
 # --- where it cannot be had -----------------------------------------------------------------------------------------
@@ -170,6 +216,30 @@ def test_a_compiler_that_fails_is_survived(fresh, monkeypatch):
     assert native.load_kernel() is None
 
 
+def test_a_compiler_without_openmp_is_survived(fresh, monkeypatch):
+    compiler = fresh / "cc"
+    compiler.write_text(
+        '#!/bin/sh\ncase " $* " in *" -fopenmp "*) echo "no such option" >&2; exit 1; esac\nexec cc "$@"\n'
+    )
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CC", str(compiler))
+    assert native.load_kernel() is None
+
+
+def test_two_may_compile_at_the_same_time(fresh, kernel, monkeypatch):
+    """Containers on several machines, with one home directory and the same process ids."""
+    done, compiler = fresh / "done", fresh / "cc"
+    done.mkdir()
+    wait = f"touch {done}/$$; for _ in $(seq 1000); do [ $(ls {done} | wc -l) = 2 ] && exit; sleep 0.01; done"
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec cc --version\ncc "$@" && {{ {wait}; }}\n')
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CC", str(compiler))
+    with ThreadPoolExecutor(2) as threads:
+        first, second = [threads.submit(native._compiled) for _ in range(2)]
+    assert first.result() == second.result()
+    assert [path.name for path in (fresh / "cache" / "exact-trainer").iterdir()] == [first.result().name]
+
+
 def test_a_user_without_a_home_is_no_reason_to_fail(fresh, kernel, monkeypatch):
     """A container that runs under any number as its user: Path.home() raises RuntimeError."""
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -187,6 +257,17 @@ def test_a_kernel_with_other_bits_is_refused(fresh, kernel, monkeypatch, tmp_pat
     )
     monkeypatch.setattr(native, "SOURCE", wrong)
     assert native.load_kernel() is None
+
+
+@pytest.mark.parametrize("default", ["dtype", "device"])
+def test_it_is_checked_whatever_the_defaults_are(kernel, default):
+    """A kernel for float32 that is given bfloat16 writes behind its end."""
+    set_default = torch.set_default_dtype if default == "dtype" else torch.set_default_device
+    set_default(torch.bfloat16 if default == "dtype" else "meta")
+    try:
+        assert native.equals_torch(kernel)
+    finally:
+        set_default(torch.float32 if default == "dtype" else None)
 
 
 def test_it_is_compiled_once(fresh, kernel):

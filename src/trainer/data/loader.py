@@ -154,13 +154,17 @@ class _InProcess:
 
     def __iter__(self) -> Iterator[tuple[GlobalBatch, Cursor]]:
         ahead, tokens = [], 0
-        for item in self.sampler:
-            batch, after = self.rows[item]
-            ahead.append(((batch.pin_memory() if self.pin_memory else batch).unpack(), after))
-            tokens += batch.document_ids.numel()
-            if tokens >= READ_AHEAD_TOKENS:
-                yield from ahead
-                ahead, tokens = [], 0
+        try:
+            for item in self.sampler:
+                batch, after = self.rows[item]
+                ahead.append(((batch.pin_memory() if self.pin_memory else batch).unpack(), after))
+                tokens += batch.document_ids.numel()
+                if tokens >= READ_AHEAD_TOKENS:
+                    yield from ahead
+                    ahead, tokens = [], 0
+        except Exception:
+            yield from ahead  # a run may end before the batch that cannot be made
+            raise
 
 
 class BatchLoader:

@@ -124,7 +124,7 @@ def _softmax_loss(logits: Tensor, targets: Tensor, dtype: torch.dtype, *, need_g
         picked = values.gather(1, target)
         exps = values.sub_(top).exp_()
         total = exps.sum(dim=1, keepdim=True)
-        loss += (total.log() + top - picked).sum()
+        loss += (total.log() + (top - picked)).sum()  # in this order, or small losses drown in the rounding of `top`
         if need_grad:
             exps.scatter_(1, target, exps.gather(1, target) - total)
             torch.div(exps, total, out=part)

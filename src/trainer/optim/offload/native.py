@@ -14,11 +14,13 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
+from operator import is_not
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from trainer.core.log import logger
@@ -47,7 +49,8 @@ class NativeAdamW:
     def __init__(self, optimizer: AdamW, kernel: Any):
         self._optimizer = optimizer
         self._kernel = kernel
-        self._known: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}  # by id: parameter and state that fit
+        self._known: dict[int, tuple[Tensor, tuple[Tensor, ...], tuple[int, ...]]] = {}
+        """By id: a parameter, its state's parts that fit, and where these lie."""
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "NativeAdamW | None":
@@ -89,27 +92,33 @@ class NativeAdamW:
 
     def _fits(self, parameter: Tensor) -> bool:
         state, grad = self._optimizer.state.get(parameter), parameter.grad
-        if not state or grad is None or not _is_plain(parameter) or not _is_plain(grad):
+        if not state or grad is None:
             return False
-        step, exp_avg, exp_avg_sq = (state.get(name) for name in ("step", "exp_avg", "exp_avg_sq"))
-        known = self._known.get(
-            id(parameter)
-        )  # looked at once: it stays as it is, unless somebody puts another one there
-        if known is None or known[1] is not step or known[2] is not exp_avg or known[3] is not exp_avg_sq:
-            if (
-                step is None
-                or exp_avg is None
-                or exp_avg_sq is None
-                or not all(map(_is_plain, (step, exp_avg, exp_avg_sq)))
-            ):
+        part, gradient = bare_part(parameter), bare_part(grad)
+        if not _is_plain(part) or not _is_plain(gradient):
+            return False
+        if (part is not parameter or gradient is not grad) and not _are_sharded_alike(parameter, grad):
+            return False
+        step, exp_avg, exp_avg_sq = state.get("step"), state.get("exp_avg"), state.get("exp_avg_sq")
+        if step is None or exp_avg is None or exp_avg_sq is None:
+            return False
+        parts = bare_part(step), bare_part(exp_avg), bare_part(exp_avg_sq)
+        places = parts[0].data_ptr(), parts[1].data_ptr(), parts[2].data_ptr()
+        # Looked at once: they stay as they are, unless somebody puts others there, or other memory into them (`.data`).
+        known = self._known.get(id(parameter))
+        if known is None or known[2] != places or any(map(is_not, known[1], parts)):
+            if not all(map(_is_plain, parts)):
                 return False
-            self._known[id(parameter)] = parameter, step, exp_avg, exp_avg_sq
+            self._known[id(parameter)] = parameter, parts, places
         return True
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    part = bare_part(tensor)
+def _is_plain(part: Tensor) -> bool:
     return part.dtype is torch.float32 and part.is_cpu and part.is_contiguous()
+
+
+def _are_sharded_alike(a: Tensor, b: Tensor) -> bool:
+    return isinstance(a, DTensor) and isinstance(b, DTensor) and a.placements == b.placements
 
 
 def _plain(group: Mapping[str, Any]) -> bool:
@@ -134,7 +143,7 @@ def _addresses(parameter: Tensor, state: Mapping[str, Any], out: Tensor | None) 
         bare_part(state["exp_avg"]).data_ptr(),
         bare_part(state["exp_avg_sq"]).data_ptr(),
         None if out is None else out.data_ptr(),
-        state["step"].data_ptr(),
+        bare_part(state["step"]).data_ptr(),
         part.numel(),
     )
 
@@ -186,12 +195,14 @@ def _compiled() -> Path:
         home = Path(tempfile.mkdtemp(prefix="exact-trainer-"))
     target = home / f"adamw-{key}.so"
     if not target.exists():
-        made = target.with_suffix(f".{os.getpid()}")
-        command = [compiler, *FLAGS, "-o", str(made), str(SOURCE), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise OSError(f"{' '.join(command)} failed: {done.stderr.strip()[:500]}")
-        made.replace(target)  # ranks that compile at the same time put the same file there
+        # Not by process id: containers that share a home directory have the same ones.
+        with tempfile.TemporaryDirectory(dir=home) as folder:
+            made = Path(folder) / target.name
+            command = [compiler, *FLAGS, "-o", str(made), str(SOURCE), "-lm"]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode != 0:
+                raise OSError(f"{' '.join(command)} failed: {done.stderr.strip()[:500]}")
+            made.replace(target)  # ranks that compile at the same time put the same file there
     return target
 
 
@@ -199,9 +210,10 @@ def _compiled() -> Path:
 def equals_torch(kernel: Any) -> bool:
     """Whether the kernel gives torch's bits: all lengths of tails, decay or none, factor or none, early and late steps."""
     generator = torch.Generator().manual_seed(0)
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
     parameters, copies = [], []
     for size in (*range(1, 18), 1003):
-        values = torch.randn(size, generator=generator)
+        values = torch.randn(size, generator=generator, **kind)
         parameters.append(torch.nn.Parameter(values.clone()))
         copies.append(torch.nn.Parameter(values.clone()))
     cases = ((0.0, (0.9, 0.95), 1e-3, 0), (0.1, (0.8, 0.999), 1e-2, 5000))
@@ -209,17 +221,17 @@ def equals_torch(kernel: Any) -> bool:
         options: dict[str, Any] = {"lr": lr, "betas": betas, "weight_decay": decay, "eps": 1e-8, "fused": True}
         ours, theirs = AdamW(parameters, **options), AdamW(copies, **options)
         for a, b in zip(parameters, copies, strict=True):
-            moments = torch.randn(2, a.numel(), generator=generator) * 0.01
+            moments = torch.randn(2, a.numel(), generator=generator, **kind) * 0.01
             for optimizer, parameter in ((ours, a), (theirs, b)):
                 optimizer.state[parameter] = {
-                    "step": torch.tensor(float(first_step)),
+                    "step": torch.tensor(first_step, **kind),
                     "exp_avg": moments[0].clone(),
                     "exp_avg_sq": moments[1].square(),
                 }
-            a.grad = torch.randn(a.shape, generator=generator) * 0.01
+            a.grad = torch.randn(a.shape, generator=generator, **kind) * 0.01
             b.grad = a.grad.clone()
         native = NativeAdamW(ours, kernel)
-        for factor in (None, torch.tensor(0.37)):
+        for factor in (None, torch.tensor(0.37, **kind)):
             rounded = {
                 id(parameter): torch.empty_like(parameter, dtype=torch.bfloat16) for parameter in parameters[::2]
             }
