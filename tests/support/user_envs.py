@@ -105,6 +105,16 @@ def own_connection() -> int:
     return next(number for number in numbers if number > 2 and stat.S_ISSOCK(os.fstat(number).st_mode))
 
 
+class Drawn(Double):
+    """Draws while it is made."""
+
+    def __init__(self):
+        self.drawn = random.random()
+
+    def score(self, info, completion):
+        return self.drawn
+
+
 class Guess(Environment):
     """Multi-turn: too low, too high, until the number is said; three wrong guesses end it."""
 

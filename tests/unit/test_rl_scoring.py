@@ -104,6 +104,14 @@ def test_the_process_persists_and_random_numbers_depend_on_the_request_alone(sco
     assert scorer.score([conversation("pid")])[0].reward == scorer.score([conversation("pid")])[0].reward
 
 
+def test_what_an_environment_draws_while_it_is_made_is_the_same_in_every_process():
+    rewards = []
+    for _ in range(2):
+        with Scorer(load_environments([EnvConfig(name=f"{USER}:Drawn")], 0), 0) as scorer:
+            rewards.append(scorer.score([conversation("")])[0].reward)
+    assert rewards[0] == rewards[1] is not None
+
+
 def test_a_hang_takes_its_own_processes_along(scorer):
     mark = f"grandchild-{os.getpid()}"
     result = scorer.score([conversation(f"spawn {mark}")])[0]
