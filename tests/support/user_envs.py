@@ -2,8 +2,12 @@
 
 import os
 import random
+import re
+import signal
+import stat
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -38,6 +42,31 @@ class Wild(Double):
                 time.sleep(3600)
             case "leave":
                 os._exit(7)
+            case "signal":  # one without a name
+                os.kill(os.getpid(), signal.SIGRTMIN + 6)
+                time.sleep(3600)
+            case "fork":  # a child that comes back from here as well
+                child = os.fork()
+                if child == 0 and rest.isdecimal():
+                    sys.exit(int(rest))
+                if child == 0 and rest:
+                    raise ValueError(rest)
+                if child == 0:
+                    return 1.0
+                return Score(0.25, {"code": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])})
+            case "daemon":  # its child is in no group of this process's, and keeps the connection open
+                if os.fork() == 0:
+                    os.setsid()
+                    time.sleep(float(rest))
+                    os._exit(0)
+                time.sleep(3600)
+            case "write":  # to the trainer, past the answer
+                os.write(own_connection(), int(rest.partition(" ")[0]).to_bytes(4) + rest.partition(" ")[2].encode())
+                time.sleep(3600)
+            case "stop":  # once it has answered
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+            case "regex":  # the interpreter is not let go
+                re.match("(a+)+$", "a" * 60 + "b")
             case "exit":
                 sys.exit("bye")
             case "nan":
@@ -68,6 +97,22 @@ class Wild(Double):
             case "pid":
                 return float(os.getpid())
         return 0.5
+
+
+def own_connection() -> int:
+    """The scoring process's descriptor of what it answers through."""
+    numbers = [int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")]
+    return next(number for number in numbers if number > 2 and stat.S_ISSOCK(os.fstat(number).st_mode))
+
+
+class Drawn(Double):
+    """Draws while it is made."""
+
+    def __init__(self):
+        self.drawn = random.random()
+
+    def score(self, info, completion):
+        return self.drawn
 
 
 class Guess(Environment):

@@ -338,6 +338,17 @@ def test_closing_ends_what_is_generated_in_another_thread(tmp_path):
             completions.result(60)
 
 
+def test_a_closed_engine_reads_no_prompt_any_more(tmp_path):
+    """A thread that generates ahead may begin just when the run ends; the cache that was freed must not come back."""
+    save_reference(tmp_path)
+    engine, begun = serve(build(tmp_path)), []
+    engine._decoding.begin = lambda *args: begun.append(args)
+    engine.close()
+    with pytest.raises(TrainingError, match="closed"):
+        engine.generate([Request([5, 6], 4, 0)], SAMPLING)
+    assert not begun
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [

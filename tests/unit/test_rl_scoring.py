@@ -12,7 +12,7 @@ import pytest
 
 from trainer.config.rl import EnvConfig
 from trainer.errors import TrainingError
-from trainer.rl.envs import load_environments
+from trainer.rl.envs import LoadedEnvironment, load_environments
 from trainer.rl.scoring import Scorer, Stepped
 from trainer.rl.types import Prompt
 
@@ -104,6 +104,14 @@ def test_the_process_persists_and_random_numbers_depend_on_the_request_alone(sco
     assert scorer.score([conversation("pid")])[0].reward == scorer.score([conversation("pid")])[0].reward
 
 
+def test_what_an_environment_draws_while_it_is_made_is_the_same_in_every_process():
+    rewards = []
+    for _ in range(2):
+        with Scorer(load_environments([EnvConfig(name=f"{USER}:Drawn")], 0), 0) as scorer:
+            rewards.append(scorer.score([conversation("")])[0].reward)
+    assert rewards[0] == rewards[1] is not None
+
+
 def test_a_hang_takes_its_own_processes_along(scorer):
     mark = f"grandchild-{os.getpid()}"
     result = scorer.score([conversation(f"spawn {mark}")])[0]
@@ -124,6 +132,38 @@ def test_a_process_that_was_killed_in_between_costs_no_sample(scorer):
     pid = int(scorer.score([conversation("pid")])[0].reward)
     os.kill(pid, signal.SIGKILL)  # it may be ending still while it is asked
     assert scorer.score([conversation("pid")])[0].reward not in (None, pid)
+
+
+@pytest.mark.parametrize(("word", "code"), [("fork", 0), ("fork oh no", 1), ("fork 7", 7)])
+def test_a_forked_child_that_comes_back_answers_nothing(scorer, word, code):
+    """Its answer would be taken for the next request's."""
+    forked, pid, ok = scorer.score([conversation(word), conversation("pid"), conversation("ok")])
+    assert (forked.reward, forked.parts) == (0.25, {"code": code})
+    assert pid.reward > 1 and ok.reward == 0.5
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("signal", f"ended the scoring process (signal {signal.SIGRTMIN + 6})"),
+        ("write 3 {{{", "sent no answer but something else: Expecting property name"),
+        ("write 2 []", "sent no answer but something else: a list"),
+        ("write 2000000000 {", "sent no answer but something else: more than"),
+        ("write 100 {", "gave no answer within 1 s"),  # the rest never comes
+    ],
+)
+def test_whatever_a_process_sends_costs_its_sample_and_no_more(scorer, word, message):
+    broken, ok = scorer.score([conversation(word), conversation("ok")])
+    assert message in (broken.error or "")
+    assert ok.reward == 0.5
+
+
+@pytest.mark.parametrize("length", [1, 5_000_000])  # the longer one does not fit into the connection
+def test_a_process_that_stops_between_two_requests_costs_no_sample(scorer, length):
+    pid = int(scorer.score([conversation("pid")])[0].reward)
+    assert scorer.score([conversation("stop")])[0].reward == 0.5
+    wait_until(lambda: "State:\tT" in Path(f"/proc/{pid}/status").read_text(), "it did not stop")
+    assert scorer.score([conversation("x" * length)])[0].reward == 0.5
 
 
 def test_steps(scorer):
@@ -159,6 +199,22 @@ def test_closing_ends_what_is_being_scored():
     wait_until(lambda: not processes(f"closing-{os.getpid()}"), "a process of the reward function is left")
 
 
+def test_closing_waits_for_nothing_that_keeps_the_connection_open_and_loses_no_sample():
+    patient = [EnvConfig(name=f"{USER}:Wild", score_seconds=600.0)]
+    with Scorer(load_environments(patient, 0), 0) as scorer, ThreadPoolExecutor(1) as thread:
+        pid = int(scorer.score([conversation("pid")])[0].reward)
+        asked = thread.submit(scorer.score, [conversation("daemon 20")])
+        children = Path(f"/proc/{pid}/task/{pid}/children")
+        wait_until(children.read_text, "the reward function was not called")
+        began = time.monotonic()
+        time.sleep(0.3)  # it leaves the group
+        scorer.close()
+        with pytest.raises(TrainingError, match="at its end"):
+            asked.result(60)
+        assert time.monotonic() - began < 10
+        assert not scorer.failures
+
+
 def test_slow_scoring_is_done_by_several_processes(tmp_path: Path):
     patient = [EnvConfig(name=f"{USER}:Wild", score_seconds=600.0)]
     with Scorer(load_environments(patient, 0), 0, processes=3) as scorer:
@@ -185,15 +241,47 @@ def test_what_fails_in_one_process_fails_the_call_and_leaves_the_others_usable(t
         assert [result.reward for result in scorer.score([conversation("ok")] * 3)] == [0.5] * 3
 
 
+def changing(tmp_path: Path, **fields) -> tuple[Path, list[LoadedEnvironment]]:
+    """`Wild` in a file of its own, which can be changed while the run goes on."""
+    file = tmp_path / "changing.py"
+    file.write_text(Path(__file__).parents[1].joinpath("support", "user_envs.py").read_text())
+    return file, load_environments([EnvConfig(name=f"{file}:Wild", **fields)], 0)
+
+
+def test_a_process_that_joins_late_and_cannot_load_costs_samples_not_the_run(tmp_path: Path):
+    file, environments = changing(tmp_path, score_seconds=3.0)
+    with Scorer(environments, 0, processes=2) as scorer:
+        scorer.score([conversation("ok")])
+        file.unlink()
+        first, hung, *rest = scorer.score([conversation(word) for word in ("ok", "hang", "ok", "ok")])
+        assert first.reward == 0.5 and "gave no answer" in (hung.error or "")
+        for result in rest:
+            assert "could not load the environment again" in (result.error or "") and "no file" in (result.error or "")
+
+
+def test_loading_again_is_part_of_what_a_batch_may_take(tmp_path: Path):
+    file, environments = changing(tmp_path, score_seconds=0.5)
+    with Scorer(environments, 0, patience_seconds=2.0) as scorer:
+        scorer.score([conversation("ok")])
+        file.write_text("import time; time.sleep(3600)")
+        began = time.monotonic()
+        _, again, late = scorer.score([conversation(word) for word in ("hang", "ok", "ok")])
+        assert time.monotonic() - began < 10
+        assert "could not load the environment again: gave no answer within 1." in (again.error or "")
+        assert "half of runtime.timeout_seconds" in (again.error or "")
+        assert "was not called" in (late.error or "")
+
+
 def test_a_batch_whose_scoring_takes_too_long_loses_the_rest_and_the_next_is_scored():
     """The other ranks wait for a batch's rewards: a hundred hangs in a row would be longer than they do."""
-    with Scorer(load_environments(CONFIGS, 0), 0, patience_seconds=0.5) as scorer:
+    with Scorer(load_environments(CONFIGS, 0), 0, patience_seconds=60.0) as scorer:
         patience = scorer.patience()
+        patience.left = 0.5
         hung, *rest = scorer.score([conversation("hang"), conversation("hang"), conversation("ok")], patience)
         assert "gave no answer within 1 s" in (hung.error or "")
         (stepped,) = scorer.step([conversation("7", env=2, info={"number": 7})], patience)  # of the same batch
         for result in (*rest, stepped):
-            assert "was not called: scoring its batch has taken 0.5 s" in (result.error or "")
+            assert "was not called: scoring its batch has taken 60 s" in (result.error or "")
             assert "rl.score_processes" in (result.error or "")
         assert scorer.failures == {0: 3, 2: 1}
         assert (
@@ -240,3 +328,22 @@ def test_a_killed_run_leaves_no_scoring_process():
     parent.wait()
     parent.stdout.close()
     wait_until(lambda: pid not in processes("score_worker"), "the scoring process is left")
+
+
+_WORKER = """
+import json
+from trainer.config.rl import EnvConfig
+from trainer.rl import score_worker
+score_worker._SPARE_SECONDS = 0.5
+config = EnvConfig(name="support.user_envs:Wild", score_seconds=0.5).model_dump_json()
+environments = {}
+score_worker._handle(environments, json.dumps({"task": "load", "env": 0, "config": config, "seed": 0}).encode())
+messages = [{"role": "assistant", "content": "regex"}]
+score_worker._handle(environments, json.dumps({"task": "score", "env": 0, "info": {}, "messages": messages}).encode())
+"""
+
+
+def test_a_process_that_never_lets_the_interpreter_go_ends_without_its_parent():
+    """Its thread that looks for the parent does not run then."""
+    worker = subprocess.run([sys.executable, "-c", _WORKER], stderr=subprocess.PIPE, timeout=60)
+    assert worker.returncode == 1 and b"Timeout" in worker.stderr and b"user_envs.py" in worker.stderr

@@ -64,13 +64,14 @@ class LocalEngine:
             self._check(number, request)
         if self._version is None:
             raise TrainingError("the engine serves no weights yet: call update(version) before generate")
-        batch = _Batch(self._decoding, requests, sampling, self._slots, self._model)
+        with self._between_steps:  # it fills the cache, which `close` frees
+            self._check_open()
+            batch = _Batch(self._decoding, requests, sampling, self._slots, self._model)
         while batch.active:
             with self._turn:
                 pass
             with self._between_steps:
-                if self._is_closed:
-                    raise TrainingError("the engine was closed while it generated")
+                self._check_open()
                 batch.step(self._version)
         return batch.completions()
 
@@ -79,6 +80,10 @@ class LocalEngine:
         with self._turn, self._between_steps:
             self._is_closed = True
             self._decoding.forget()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TrainingError("the engine was closed while it generated")
 
     def _check(self, number: int, request: Request) -> None:
         ids, limit, vocab_size = request.prompt_ids, self._decoding.context_tokens, self._model.vocab_size

@@ -4,6 +4,7 @@ The process speaks JSON over one inherited descriptor. Its standard output goes 
 function prints cannot be taken for an answer. It ends with its parent, and takes along what it has started.
 """
 
+import faulthandler
 import hashlib
 import json
 import math
@@ -17,20 +18,24 @@ import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 from trainer.config.rl import EnvConfig
 from trainer.core.signals import ignore_in_worker
-from trainer.rl.envs import Environment, Score, as_messages, load_environment
+from trainer.rl.envs import Environment, LoadedEnvironment, Score, as_messages, load_environment
 
 TAKEN = b"taken"
 """Sent before a request is worked on; its answer follows."""
+LOAD_SECONDS = 180.0
+"""A scoring process must have imported an environment within this time."""
+_SPARE_SECONDS = 10.0  # what takes longer than it may by this much has no parent any more that would kill it
 _PARENT_SECONDS = 0.5  # how often to look whether the parent still lives
 
 
 def answer(environment: Environment, task: str, info: Mapping[str, Any], messages: list[Any]) -> dict[str, Any]:
     """Returns {"reward", "parts"} (task "score"), {"messages"} (task "step") or {"error"}; JSON-able, whatever the
     environment does short of hanging or ending the process."""
+    process = os.getpid()
     try:
         if task == "score":
             return _score(environment.score_conversation(info, messages))
@@ -38,6 +43,8 @@ def answer(environment: Environment, task: str, info: Mapping[str, Any], message
         # Through JSON: what is not plain data fails here, inside the try.
         return {"messages": None if reply is None else json.loads(json.dumps(as_messages(reply)))}
     except (Exception, SystemExit) as error:
+        if os.getpid() != process:
+            raise  # in a child that the environment forked: it ends
         return {"error": _described(task, error)}
 
 
@@ -75,30 +82,54 @@ def serve(descriptor: int, parent: int) -> None:
     os.dup2(2, 1)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     connection = Connection(descriptor)
-    environments: dict[int, Environment] = {}
+    environments: dict[int, LoadedEnvironment] = {}
+    process = os.getpid()
     while True:
         try:
             request = connection.recv_bytes()
             connection.send_bytes(TAKEN)  # from here on, an end of this process is this request's doing
         except (EOFError, OSError):
             return
-        reply = _handle(environments, request)
+        try:
+            reply = _handle(environments, request)
+        except BaseException as error:
+            if os.getpid() != process:
+                _end_child(error)
+            raise
+        if os.getpid() != process:
+            _end_child(None)  # the answer is its parent's
+        faulthandler.cancel_dump_traceback_later()
         sys.stdout.flush()
         connection.send_bytes(json.dumps(reply).encode())
 
 
-def _handle(environments: dict[int, Environment], data: bytes) -> dict[str, Any]:
+def _end_child(error: BaseException | None) -> NoReturn:
+    """Ends a child that the environment forked, as Python would, whose own way waits for faulthandler's thread."""
+    code: object = 0
+    if isinstance(error, SystemExit):
+        code = error.code
+    elif error is not None:
+        traceback.print_exception(error)
+        code = 1
+    sys.stdout.flush()
+    os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))
+
+
+def _handle(environments: dict[int, LoadedEnvironment], data: bytes) -> dict[str, Any]:
     request = json.loads(data)
     position = request["env"]
+    _seed(data)
     if request["task"] == "load":
+        _end_after(LOAD_SECONDS)
         try:
             config = EnvConfig.model_validate_json(request["config"])
-            environments[position] = load_environment(config, position, request["seed"]).environment
+            environments[position] = load_environment(config, position, request["seed"])
         except (Exception, SystemExit) as error:
             return {"error": f"loading raised {type(error).__name__}: {error}"}
         return {}
-    _seed(data)
-    return answer(environments[position], request["task"], request["info"], request["messages"])
+    loaded = environments[position]
+    _end_after(loaded.config.score_seconds)
+    return answer(loaded.environment, request["task"], request["info"], request["messages"])
 
 
 def _seed(data: bytes) -> None:
@@ -108,6 +139,11 @@ def _seed(data: bytes) -> None:
         import numpy as np
 
         np.random.seed(int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little"))
+
+
+def _end_after(seconds: float) -> None:
+    """Ends this process if it still works then: `_end_with` cannot while something like `re` holds the interpreter."""
+    faulthandler.dump_traceback_later(seconds + _SPARE_SECONDS, exit=True, file=2)
 
 
 def _end_with(parent: int) -> None:

@@ -84,7 +84,8 @@ class Scorer:
         self.environments = environments
         self.failures: Counter[int] = Counter()
         self._patience_seconds = patience_seconds
-        self._processes = [ScoringProcess(environments, seed) for _ in range(processes)]
+        worked: set[int] = set()
+        self._processes = [ScoringProcess(environments, seed, worked) for _ in range(processes)]
         self._idle: LifoQueue[ScoringProcess] = LifoQueue()  # so the one that runs already is taken first
         for process in reversed(self._processes):
             self._idle.put(process)
@@ -184,7 +185,7 @@ class Scorer:
                 raise TrainingError("nothing is scored any more: the run is at its end")
             if time.monotonic() >= round_.deadline:
                 return {"error": f"{round_.task}() was not called: {round_.used_up}"}
-            return process.ask(self.environments[prompt.env], round_.task, prompt, messages)
+            return process.ask(self.environments[prompt.env], round_.task, prompt, messages, round_.deadline)
         finally:
             self._idle.put(process)
 
