@@ -101,7 +101,7 @@ class StandIn:
         if trouble and parts.path == "/update_weights":
             self.session = False
         if trouble == "hang":
-            self._released.wait(30)
+            self._released.wait(600)
             return
         if trouble == "drop":
             request.connection.close()

@@ -3,6 +3,7 @@
 import pickle
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -211,6 +212,22 @@ def test_a_closed_pool_sends_nothing_more():
             with pytest.raises(TrainingError, match="the engine is closed"):
                 answers.result(60)
         assert 0 < len(a.calls) < 10_000
+
+
+def test_a_closed_pool_breaks_off_what_is_under_way():
+    """A server of somebody else's goes on, and may take minutes for an answer that nobody needs any more."""
+    with StandIn() as a:
+        a.trouble["/inference/v1/generate"] = ["hang"] * 2
+        pool = pool_of(a, seconds=600.0)
+        with ThreadPoolExecutor(1) as thread:
+            answers = thread.submit(pool.map, ask, [1, 2])
+            deadline = time.monotonic() + 60
+            while len(a.calls) < 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            pool.close()
+            with pytest.raises(TrainingError, match="the engine is closed"):
+                answers.result(60)
 
 
 def test_a_wrong_request_is_not_sent_again():

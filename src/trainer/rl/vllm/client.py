@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from urllib.parse import urlencode, urlsplit
 from trainer.errors import TrainingError
 from trainer.rl.types import Sampling
 
+GENERATE = "/inference/v1/generate"
 LOOK_SECONDS = 10.0
 """A server that is well answers a question about itself within this time, whatever else it does."""
 LOAD_TRIES = 3
@@ -73,6 +75,7 @@ class ServerClient:
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         self.request_seconds = request_seconds
         self._parts = parts
+        self._generating: set[http.client.HTTPConnection] = set()
 
     # -- questions about itself --------------------------------------------------------------------------------------
 
@@ -137,16 +140,25 @@ class ServerClient:
         body: dict[str, Any] = {"token_ids": list(prompt_ids), "sampling_params": parameters, "stream": False}
         if salt is not None:
             body["cache_salt"] = salt
-        found = self._ask("POST", "/inference/v1/generate", body)
+        found = self._ask("POST", GENERATE, body)
         try:
             return _answer(found)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ServerError(
                 self.url,
-                f"its answer is not one of /inference/v1/generate ({error!r}): {json.dumps(found)[:300]}; "
+                f"its answer is not one of {GENERATE} ({error!r}): {json.dumps(found)[:300]}; "
                 "is this vLLM >= 0.32, started with --enable-scale-out?",
                 status=400,
             ) from error
+
+    def break_off(self) -> None:
+        """Ends the completions that are under way: whoever waits for one gets a ServerError."""
+        for connection in self._generating.copy():
+            if connection.sock is not None:
+                try:
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass  # it has just ended
 
     # -- transport ---------------------------------------------------------------------------------------------------
 
@@ -158,6 +170,8 @@ class ServerClient:
             headers["Authorization"] = f"Bearer {key}"
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._parts.netloc, timeout=seconds)
+        if path == GENERATE:
+            self._generating.add(connection)
         try:
             connection.request(method, target, None if body is None else json.dumps(body), headers)
             answer = connection.getresponse()
@@ -167,6 +181,7 @@ class ServerClient:
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(self.url, f"{path}: {_words(error)}") from error
         finally:
+            self._generating.discard(connection)
             connection.close()
         text = data.decode("utf-8", "replace")
         if status != 200:
@@ -180,7 +195,7 @@ class ServerClient:
 
 _DEV_MODE = "; the server must be started with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config, see docs/rl.md"
 _HINTS = {
-    (404, "/inference/v1/generate"): "; the server must be started with --enable-scale-out, see docs/rl.md",
+    (404, GENERATE): "; the server must be started with --enable-scale-out, see docs/rl.md",
     **{(404, path): _DEV_MODE for path in ("/init_weight_transfer_engine", "/pause", "/weight_info")},
 }
 

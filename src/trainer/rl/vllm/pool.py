@@ -56,15 +56,18 @@ class Pool:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """Sends nothing any more, neither for the first time nor again."""
+        """Sends nothing any more, neither for the first time nor again, and breaks off what is under way."""
         self._closed.set()
+        for server in self._servers:
+            server.break_off()
 
     def _ask(self, ask: Callable[[ServerClient, T], R], item: T, given_up: threading.Event) -> R:
         reasons: dict[str, str] = {}
         timeouts, deadline = 0, None
+        last: ServerError | None = None
         while True:
             if self._closed.is_set():
-                raise TrainingError("a request was not sent: the engine is closed")
+                raise TrainingError("a request was broken off: the engine is closed") from last
             server = self._choose()
             try:
                 return ask(server, item)
@@ -79,8 +82,10 @@ class Pool:
             now = time.monotonic()
             deadline = now + self._patience_seconds if deadline is None else deadline
             self._rests_until[server.url] = now + REST_SECONDS
-            over = now >= deadline or timeouts >= MAX_TIMEOUTS or given_up.is_set() or self._closed.is_set()
-            if over or self._closed.wait(self._pause(deadline)):
+            over = now >= deadline or timeouts >= MAX_TIMEOUTS or given_up.is_set()
+            if self._closed.wait(0 if over else self._pause(deadline)):
+                continue
+            if over:
                 told = "\n".join(f"  {url}: {reason}" for url, reason in reasons.items())
                 raise TrainingError(
                     f"no server answered a request, which was sent again for {self._patience_seconds:g} s "
