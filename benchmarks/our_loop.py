@@ -7,8 +7,11 @@ optimizer, the schedule, the row in metrics.jsonl, the console line that is due,
 import json
 import sys
 import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 import torch
@@ -22,6 +25,7 @@ from trainer.sft.supply import supply
 from trainer.train import setup
 from trainer.train.cross_entropy import cross_entropy
 from trainer.train.loop import fit
+from trainer.train.run import Run
 from trainer.train.supply import BatchSource
 
 
@@ -44,20 +48,21 @@ class GatedLoader:
         self._loader.close()
 
 
-def main() -> None:
-    case = Case.from_arguments(json.loads(sys.argv[1]))
-    gate = Gate(torch.set_num_threads)
+def train(case: Case, batches: Callable[[Run], Any]) -> None:
+    """Trains as `trainer sft` would until there is no further order; `batches` makes a loader that has no state."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         path = Path(folder) / "run.toml"
         path.write_text(tomli_w.dumps(case.run_config(Path(folder) / "run")))
         loaded = load_config(SFTConfig, ["@", str(path)])
         loss_function = partial(cross_entropy, chunk_tokens=loaded.config.model.loss_chunk_tokens)
-        try:
-            with setup.start(loaded, supply(loss_function)) as run:
-                run.supply.batches = GatedLoader(run.loader, gate)  # type: ignore[assignment]
-                fit(run)
-        except Stopped:
-            pass
+        with suppress(Stopped), setup.start(loaded, supply(loss_function)) as run:
+            run.supply.batches = batches(run)
+            fit(run)
+
+
+def main() -> None:
+    gate = Gate(torch.set_num_threads)
+    train(Case.from_arguments(json.loads(sys.argv[1])), lambda run: GatedLoader(run.loader, gate))
 
 
 if __name__ == "__main__":

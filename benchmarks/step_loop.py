@@ -10,25 +10,18 @@ optimizer, the schedule, the row in metrics.jsonl, the console line that is due,
 
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from pathlib import Path
 
-import tomli_w
 import torch
 
 from benchmarks.bare_loop import bare_steps, chunked_loss, full_loss, prepared_batches
 from benchmarks.cases import Case
-from benchmarks.gate import Gate, Stopped
-from trainer.config.load import load_config
+from benchmarks.gate import Gate
+from benchmarks.our_loop import train
 from trainer.config.run import SFTConfig
 from trainer.data.batch import GlobalBatch
-from trainer.sft.supply import supply
-from trainer.train import setup
-from trainer.train.cross_entropy import cross_entropy
-from trainer.train.loop import fit
+from trainer.train.run import Run
 from trainer.train.supply import BatchSource
 
 
@@ -77,24 +70,18 @@ def _now() -> tuple[float, float]:
 
 
 def main() -> None:
-    case = Case.from_arguments(json.loads(sys.argv[1]))
     gate = Gate(torch.set_num_threads)
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        path = Path(folder) / "run.toml"
-        path.write_text(tomli_w.dumps(case.run_config(Path(folder) / "run")))
-        loaded = load_config(SFTConfig, ["@", str(path)])
-        loss_function = partial(cross_entropy, chunk_tokens=loaded.config.model.loss_chunk_tokens)
-        try:
-            with setup.start(loaded, supply(loss_function)) as run:
-                batches = prepared_batches(loaded.config)
-                bare = {
-                    "bare chunked": bare_steps(loaded.config, rotated(batches, 1), chunked_loss),
-                    "bare full logits": bare_steps(loaded.config, rotated(batches, 2), full_loss),
-                }
-                run.supply.batches = Rounds(run.loader, bare, gate)  # type: ignore[assignment]
-                fit(run)
-        except Stopped:
-            pass
+
+    def rounds(run: Run) -> Rounds:
+        assert isinstance(run.config, SFTConfig)
+        batches = prepared_batches(run.config)
+        bare = {
+            "bare chunked": bare_steps(run.config, rotated(batches, 1), chunked_loss),
+            "bare full logits": bare_steps(run.config, rotated(batches, 2), full_loss),
+        }
+        return Rounds(run.loader, bare, gate)
+
+    train(Case.from_arguments(json.loads(sys.argv[1])), rounds)
 
 
 if __name__ == "__main__":
