@@ -106,8 +106,8 @@ def _step(result: dict[str, Any]) -> str:
         "Our run as `trainer sft` starts it, whole loop (batches, loss, clipping, optimizer, schedule, metrics row), against a\n"
         "hand-written loop with the same model, chunked loss and fused AdamW, whose batches lie ready in memory and which\n"
         "logs nothing (*bare*), and against that loop with full logits and `F.cross_entropy`. Bounds: 0.97 and 1.1.\n"
-        "The three take steps in turn *in one process*: in two, the same loop differs by more than what is measured here, as\n"
-        "memory lies elsewhere. A ratio is the median over the rounds, the quartiles beside it are theirs.\n"
+        "The three take steps in turn in one process, so whatever the machine does at the time meets all of them. A ratio is\n"
+        "the median over the rounds, the quartiles beside it are theirs.\n"
         "Names give hidden size, layers, vocabulary and row length. The ratio by CPU time is a check: with one thread it does\n"
         "not see what else the machine was doing.\n\n" + table(head, rows) + f"\n{bounds(result)}\n{provenance(result)}"
     )

@@ -1,8 +1,8 @@
 """Worker: our run, as `trainer sft` would start it, and two bare loops, a step of each in turn.
 
-All in one process, since the same loop in two processes differs by more than what is measured here: memory lies elsewhere,
-and what a shared machine does changes within seconds. An order is for rounds; in a round each takes one step, ours first,
-the bare ones in alternating order. The answer's seconds are of the whole round; its notes tell each one's.
+All in one process, so that whatever the machine does at the time meets all of them. An order is for rounds; in a round each
+takes one step, ours first, the bare ones in alternating order. The answer's seconds are of the whole round; its notes tell
+each one's.
 
 Everything that our loop does in a step is measured: reading and laying out the batch, forward and backward, clipping, the
 optimizer, the schedule, the row in metrics.jsonl, the console line that is due, scheduled garbage collection.
@@ -18,18 +18,19 @@ import torch
 from benchmarks.bare_loop import bare_steps, chunked_loss, full_loss, prepared_batches
 from benchmarks.cases import Case
 from benchmarks.gate import Gate
-from benchmarks.our_loop import train
+from benchmarks.our_loop import GatedLoader, train
 from trainer.config.run import SFTConfig
 from trainer.data.batch import GlobalBatch
 from trainer.train.run import Run
 from trainer.train.supply import BatchSource
 
 
-class Rounds:
+class Rounds(GatedLoader):
     """Our run's loader: where the loop asks for its next batch, its step is over and the bare loops take theirs."""
 
     def __init__(self, loader: BatchSource, bare: Mapping[str, Iterator[int]], gate: Gate):
-        self._loader, self._bare, self._gate = loader, bare, gate
+        super().__init__(loader, gate)
+        self._bare = bare
         self._started: tuple[float, float] | None = None  # of our step; wall and CPU seconds
         self._tokens = self._count = 0
 
@@ -46,15 +47,8 @@ class Rounds:
         self._tokens = batch.tokens
         return batch
 
-    def settle(self) -> None:
-        self._loader.settle()
-
-    def close(self) -> None:
-        self._loader.close()
-
     def _note(self, name: str, started: tuple[float, float], tokens: int) -> None:
         seconds, cpu_seconds = (end - start for end, start in zip(_now(), started, strict=True))
-        self._gate.count(tokens)
         self._gate.note(**{f"{name}: seconds": seconds, f"{name}: cpu_seconds": cpu_seconds, f"{name}: tokens": tokens})
 
 

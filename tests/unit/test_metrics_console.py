@@ -196,15 +196,15 @@ def test_warnings_and_standard_logging_take_the_same_way(tmp_path: Path) -> None
         "import logging, warnings\n"
         "warnings.warn('for users')\n"
         "warnings.warn('for developers', FutureWarning)\n"
-        "logging.getLogger('some.library').warning('from a library')\n"
-        "logging.getLogger('some.library').info('chatter')\n"
+        "logging.getLogger('some.package').warning('from a library')\n"
+        "logging.getLogger('some.package').info('chatter')\n"
     )
     console, file = logging_child(code, tmp_path)
     assert "WARNING UserWarning: for users (<string>:" in console
     assert "from a library" in console
     assert "for developers" not in console
     assert "chatter" not in console + file
-    assert all(text in file for text in ("for users", "for developers", "some.library", "from a library"))
+    assert all(text in file for text in ("for users", "for developers", "some.package", "from a library"))
 
 
 @pytest.mark.parametrize("ci", ["", "1"])  # with CI set, transformers passes its records to the root logger as well

@@ -26,8 +26,7 @@ from trainer.errors import CheckpointMismatch, DataError
 
 NEVER = 2**31  # torchdata's own snapshots are not used: they depend on the number of workers
 READ_AHEAD_TOKENS = 2**11
-"""Batches that are smaller are made several at a time: right after a step neither code nor data are in the processor's cache,
-and most of a small batch's time is the wait for them."""
+"""Batches that are smaller are made several at a time: right after a step neither code nor data are in the processor's cache."""
 _KEEPS_ROWS = {"data.batch_size", "data.epoch_end"}  # settings that cut the sequence of rows differently, nothing else
 
 

@@ -39,8 +39,8 @@ class ScoringProcess:
         worked: positions of the environments that some process has had; shared by a pool's.
     """
 
-    def __init__(self, environments: Sequence[LoadedEnvironment], seed: int, worked: set[int]):
-        self._environments, self._seed, self._worked = environments, seed, worked
+    def __init__(self, seed: int, worked: set[int]):
+        self._seed, self._worked = seed, worked
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._loaded: set[int] = set()  # environments that the present process has
@@ -69,6 +69,8 @@ class ScoringProcess:
         """
         request = {"task": task, "env": prompt.env, "info": prompt.info, "messages": [*messages]}
         with self._asked:
+            if self._closed.is_set():
+                raise _at_its_end()
             return self._ask(loaded, request, deadline)
 
     def close(self) -> None:

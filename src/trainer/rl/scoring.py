@@ -16,7 +16,6 @@ from queue import LifoQueue
 from typing import Any, Self
 
 from trainer.core.log import logger
-from trainer.errors import TrainingError
 from trainer.rl.envs import LoadedEnvironment
 from trainer.rl.score_process import ScoringProcess
 from trainer.rl.score_worker import answer
@@ -85,12 +84,11 @@ class Scorer:
         self.failures: Counter[int] = Counter()
         self._patience_seconds = patience_seconds
         worked: set[int] = set()
-        self._processes = [ScoringProcess(environments, seed, worked) for _ in range(processes)]
+        self._processes = [ScoringProcess(seed, worked) for _ in range(processes)]
         self._idle: LifoQueue[ScoringProcess] = LifoQueue()  # so the one that runs already is taken first
         for process in reversed(self._processes):
             self._idle.put(process)
         self._lock = threading.Lock()
-        self._is_closed = False
 
     def patience(self) -> Patience:
         """Returns what one batch may take, to be handed to each of its calls."""
@@ -106,7 +104,6 @@ class Scorer:
 
     def close(self) -> None:
         """Ends the scoring processes, and with them what is being scored."""
-        self._is_closed = True
         for process in self._processes:
             process.close()
 
@@ -181,8 +178,6 @@ class Scorer:
     def _reply(self, round_: "_Round", prompt: Prompt, messages: Sequence[Message]) -> _Reply:
         process = self._idle.get()
         try:
-            if self._is_closed:
-                raise TrainingError("nothing is scored any more: the run is at its end")
             if time.monotonic() >= round_.deadline:
                 return {"error": f"{round_.task}() was not called: {round_.used_up}"}
             return process.ask(self.environments[prompt.env], round_.task, prompt, messages, round_.deadline)
