@@ -1,12 +1,14 @@
 """Our training step against a bare loop: what the trainer adds to it, and what the chunked loss saves."""
 
 from benchmarks.cases import Case, cases
-from benchmarks.harness import WARM_UP_STEPS, Block, Participant, compare, our_worker, participants, summarize
+from benchmarks.harness import Block, Participant, compare, our_worker, participants, summarize
 from benchmarks.options import Options
 from benchmarks.results import Result, Target
+from trainer.data.loader import READ_AHEAD_TOKENS
 
 OVERHEAD_BOUND = 0.97
 FULL_LOGITS_BOUND = 1.1
+BLOCK_TOKENS = READ_AHEAD_TOKENS  # so that each block has its share of what our loop does only now and then
 LOOPS = ("ours", "bare chunked", "bare full logits")
 
 
@@ -17,22 +19,23 @@ def run(options: Options) -> Result:
         worker = {"step": our_worker("benchmarks.step_loop", case.arguments())}
         with participants(worker, threads=max(options.threads)) as (step,):
             for threads in options.threads:
-                _compare(result, case, threads, _rounds(step, threads, options))
+                _compare(result, case, threads, _blocks(step, case, threads, options))
     return result
 
 
-def _rounds(step: Participant, threads: int, options: Options) -> dict[str, list[Block]]:
-    """Returns each loop's steps, of as many rounds as fit the time of the options' blocks."""
-    warm_up = step.block(1 if options.smoke else WARM_UP_STEPS, threads)
+def _blocks(step: Participant, case: Case, threads: int, options: Options) -> dict[str, list[Block]]:
+    """Returns each loop's blocks; in a block the loops take steps in turn."""
+    steps = 1 if options.smoke else max(1, BLOCK_TOKENS // (case.rows * case.seq_len))
+    warm_up = step.block(steps, threads)
     seconds = options.rounds * options.block_seconds * 2 * len(LOOPS)
-    count = max(options.rounds, round(seconds / (warm_up.seconds / warm_up.steps)))
-    answers = [step.block(1, threads).notes for _ in range(count)]
+    count = max(options.rounds, round(seconds / warm_up.seconds))
+    answers = [step.block(steps, threads).notes for _ in range(count)]
     return {
         name: [
             Block(
                 seconds=answer[f"{name}: seconds"],
                 cpu_seconds=answer[f"{name}: cpu_seconds"],
-                steps=1,
+                steps=steps,
                 tokens=int(answer[f"{name}: tokens"]),
             )
             for answer in answers

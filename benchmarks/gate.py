@@ -51,6 +51,10 @@ class Gate:
         """Adds what else was found to the block's answer."""
         self._notes |= values
 
+    def add(self, **values: float) -> None:
+        """Adds to such numbers, which begin at zero in each block."""
+        self.note(**{name: self._notes.get(name, 0) + value for name, value in values.items()})
+
     def _report(self) -> None:
         if self._steps == 0:
             answer: dict[str, object] = {"ready": True}

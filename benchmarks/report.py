@@ -106,8 +106,9 @@ def _step(result: dict[str, Any]) -> str:
         "Our run as `trainer sft` starts it, whole loop (batches, loss, clipping, optimizer, schedule, metrics row), against a\n"
         "hand-written loop with the same model, chunked loss and fused AdamW, whose batches lie ready in memory and which\n"
         "logs nothing (*bare*), and against that loop with full logits and `F.cross_entropy`. Bounds: 0.97 and 1.1.\n"
-        "The three take steps in turn in one process, so whatever the machine does at the time meets all of them. A ratio is\n"
-        "the median over the rounds, the quartiles beside it are theirs.\n"
+        "The three take steps in turn in one process, so whatever the machine does at the time meets all of them, on the same\n"
+        "documents, each in an order of its own. A block is as many steps as our loader prepares at once, so that it has its\n"
+        "share of what our loop does only now and then; a ratio is the median over the blocks, the quartiles are beside it.\n"
         "Names give hidden size, layers, vocabulary and row length. The ratio by CPU time is a check: with one thread it does\n"
         "not see what else the machine was doing.\n\n" + table(head, rows) + f"\n{bounds(result)}\n{provenance(result)}"
     )

@@ -1,21 +1,25 @@
 """Worker: our run, as `trainer sft` would start it, and two bare loops, a step of each in turn.
 
 All in one process, so that whatever the machine does at the time meets all of them. An order is for rounds; in a round each
-takes one step, ours first, the bare ones in alternating order. The answer's seconds are of the whole round; its notes tell
+takes one step, ours first, the bare ones in alternating order. The answer's seconds are of the whole rounds; its notes tell
 each one's.
 
 Everything that our loop does in a step is measured: reading and laying out the batch, forward and backward, clipping, the
-optimizer, the schedule, the row in metrics.jsonl, the console line that is due, scheduled garbage collection.
+optimizer, the schedule, the row in metrics.jsonl, the console line that is due, scheduled garbage collection. A bare loop's batch
+lies ready in memory when its step begins.
+
+All have the same documents, each in an order of its own: on CPU some operations are compiled at their first use for each
+shape, and whoever saw a batch first would pay for the others.
 """
 
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
-from benchmarks.bare_loop import bare_steps, chunked_loss, full_loss, prepared_batches
+from benchmarks.bare_loop import BareLoop, batches_in_order, chunked_loss, full_loss
 from benchmarks.cases import Case
 from benchmarks.gate import Gate
 from benchmarks.our_loop import GatedLoader, train
@@ -28,7 +32,7 @@ from trainer.train.supply import BatchSource
 class Rounds(GatedLoader):
     """Our run's loader: where the loop asks for its next batch, its step is over and the bare loops take theirs."""
 
-    def __init__(self, loader: BatchSource, bare: Mapping[str, Iterator[int]], gate: Gate):
+    def __init__(self, loader: BatchSource, bare: Mapping[str, tuple[BareLoop, BatchSource]], gate: Gate):
         super().__init__(loader, gate)
         self._bare = bare
         self._started: tuple[float, float] | None = None  # of our step; wall and CPU seconds
@@ -38,8 +42,11 @@ class Rounds(GatedLoader):
         if self._started is not None:
             self._note("ours", self._started, self._tokens)
             for name in list(self._bare)[:: 1 if self._count % 2 else -1]:
+                loop, batches = self._bare[name]
+                batch = batches.next_batch()
                 started = _now()
-                self._note(name, started, next(self._bare[name]))
+                loop.step(batch)
+                self._note(name, started, batch.tokens)
         self._count += 1
         self._gate.before_step()
         self._started = _now()
@@ -49,14 +56,7 @@ class Rounds(GatedLoader):
 
     def _note(self, name: str, started: tuple[float, float], tokens: int) -> None:
         seconds, cpu_seconds = (end - start for end, start in zip(_now(), started, strict=True))
-        self._gate.note(**{f"{name}: seconds": seconds, f"{name}: cpu_seconds": cpu_seconds, f"{name}: tokens": tokens})
-
-
-def rotated(batches: Sequence[GlobalBatch], third: int) -> list[GlobalBatch]:
-    """Returns the batches, beginning elsewhere: on CPU products in bfloat16 are compiled at their first use for each shape, and
-    with the same batches ours, who comes first, would pay for all three."""
-    start = len(batches) * third // 3
-    return [*batches[start:], *batches[:start]]
+        self._gate.add(**{f"{name}: seconds": seconds, f"{name}: cpu_seconds": cpu_seconds, f"{name}: tokens": tokens})
 
 
 def _now() -> tuple[float, float]:
@@ -68,10 +68,10 @@ def main() -> None:
 
     def rounds(run: Run) -> Rounds:
         assert isinstance(run.config, SFTConfig)
-        batches = prepared_batches(run.config)
+        losses = {"bare chunked": chunked_loss, "bare full logits": full_loss}
         bare = {
-            "bare chunked": bare_steps(run.config, rotated(batches, 1), chunked_loss),
-            "bare full logits": bare_steps(run.config, rotated(batches, 2), full_loss),
+            name: (BareLoop(run.config, loss), batches_in_order(run.config, run.config.seed + 1 + number))
+            for number, (name, loss) in enumerate(losses.items())
         }
         return Rounds(run.loader, bare, gate)
 

@@ -6,7 +6,7 @@ import torch
 
 from support.corpora import ListedDocuments, corpus_of, row_ids
 from trainer.config.data import DataConfig, ValConfig
-from trainer.data.batch import BatchSpec, assemble, split_rows
+from trainer.data.batch import BatchSpec, assemble, assemble_all, split_rows
 from trainer.data.corpus import Corpus
 from trainer.data.loader import BatchLoader
 from trainer.data.validation import validation_batches
@@ -65,6 +65,23 @@ def test_several_sources_are_gathered_from_their_own_stores():
     (micro,) = assemble(corpus, spec_of([[[2, 0, 4, 1]]]), pack=True).unpack().micro_batches
     assert micro.input_ids[0, :11].tolist() == [1000] * 4 + [0] * 2 + [2001] * 2 + [1] * 3
     assert micro.ids == [["1:0", "0:0", "2:1", "0:1"]]
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_batches_made_together_are_those_made_one_by_one(pack):
+    corpus = corpus_of([5, 9, 3, 30], [2, 2, 11], seq_len=20)
+    specs = [
+        spec_of(rows) for rows in ([[[0], [1]], [[2], []]], [[[3]]], [[[], []]], [[[4], [6]], [[5], [0]], [[], []]])
+    ]
+    together = assemble_all(corpus, specs, pack=pack)
+    assert [batch.spec for batch in together] == specs
+    for one, spec in zip(together, specs, strict=True):
+        alone = assemble(corpus, spec, pack=pack)
+        assert (one.widths, one.ids) == (alone.widths, alone.ids)
+        for mine, other in zip(one.unpack().micro_batches, alone.unpack().micro_batches, strict=True):
+            for name in ("input_ids", "labels", "position_ids", "document_ids"):
+                a, b = getattr(mine, name), getattr(other, name)
+                assert torch.equal(a, b) and a.dtype == b.dtype, name
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -313,9 +313,13 @@ def test_a_gradient_in_two_parts_is_an_error():
     x = torch.randn(4, 6, requires_grad=True)
     model(x).sum().backward()  # one after the other they are summed
     optimizer.step(), optimizer.zero_grad()
+    seen = threading.Event()  # until then the weight is not written: autograd would find that, with words of its own
+    step_chunk = optimizer._step_chunk
+    optimizer._step_chunk = lambda *args, **kwargs: (seen.wait(30), step_chunk(*args, **kwargs))  # type: ignore
     optimizer.begin_update()
     with pytest.raises(TrainingError, match="came in two parts.*max_norm"):
         model(x).sum().backward()
+    seen.set()
 
 
 def test_a_weight_that_is_read_after_its_update_is_an_error_and_no_wrong_gradient():

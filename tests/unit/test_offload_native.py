@@ -59,9 +59,10 @@ def test_bits_of_torch_over_many_steps(kernel, monkeypatch, threads, factor, bet
         unscaled = [p.grad.clone() for p in ours.param_groups[0]["params"]]
         ours.param_groups[0]["lr"] = theirs.param_groups[0]["lr"] = 1e-2 / (step + 1)
         mine = ours.param_groups[0]["params"]
-        assert stepper.takes({0: mine})
+        members = stepper.plan({0: mine})
+        assert members is not None
         rounded = {id(p): torch.zeros_like(p, dtype=torch.bfloat16) for p in mine[::2]}
-        stepper.step({0: mine}, None if factor is None else torch.tensor(factor), rounded)
+        stepper.step(members, None if factor is None else torch.tensor(factor), rounded)
         theirs.step()
         assert all(torch.equal(a, b) for a, b in zip(everything(ours), everything(theirs), strict=True)), step
         assert all(torch.equal(rounded[id(p)], p.bfloat16()) for p in mine[::2])
@@ -78,7 +79,8 @@ def test_rounding_of_special_values(kernel):
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     out = {id(p): torch.zeros_like(p, dtype=torch.bfloat16) for p in parameters}
-    NativeAdamW(optimizer, kernel).step({0: parameters}, None, out)
+    stepper = NativeAdamW(optimizer, kernel)
+    stepper.step(stepper.plan({0: parameters}), None, out)
     for parameter in parameters:
         assert torch.equal(out[id(parameter)].isnan(), parameter.isnan())
         finite = ~parameter.isnan()
@@ -120,31 +122,31 @@ def test_other_branches_are_left_to_torch(kernel, options):
     optimizer = make([(4,)], **options)
     parameters = optimizer.param_groups[0]["params"]
     parameters[0].grad = torch.ones(4)
-    assert not NativeAdamW(optimizer, kernel).takes({0: parameters})
+    assert NativeAdamW(optimizer, kernel).plan({0: parameters}) is None
 
 
 def test_other_tensors_and_rules_are_left_to_torch(kernel):
     optimizer = make([(4, 4), (4,)])
     stepper, (matrix, vector) = NativeAdamW(optimizer, kernel), optimizer.param_groups[0]["params"]
     vector.grad = torch.ones(4)
-    assert stepper.takes({0: [vector]})
+    assert stepper.plan({0: [vector]}) is not None
     optimizer.state[vector]["exp_avg"] = torch.zeros(4, dtype=torch.float64)
-    assert not stepper.takes({0: [vector]})
+    assert stepper.plan({0: [vector]}) is None
     matrix.grad = torch.ones(4, 4)
-    assert stepper.takes({0: [matrix]})
+    assert stepper.plan({0: [matrix]}) is not None
     for gradient in (torch.ones(4, 4).t(), torch.ones(4, 8)[:, ::2]):  # another order in memory than the weight's
         matrix.grad = gradient
-        assert not stepper.takes({0: [matrix]})
+        assert stepper.plan({0: [matrix]}) is None
     del optimizer.state[vector]
-    assert not stepper.takes({0: [vector]})
+    assert stepper.plan({0: [vector]}) is None
 
     for entry in ("exp_avg", "exp_avg_sq", "step"):  # the same tensor as in the step before, with other memory
         optimizer = make([(4,)])
         stepper, (vector,) = NativeAdamW(optimizer, kernel), optimizer.param_groups[0]["params"]
         vector.grad = torch.ones(4)
-        assert stepper.takes({0: [vector]})
+        assert stepper.plan({0: [vector]}) is not None
         optimizer.state[vector][entry].data = optimizer.state[vector][entry].double()
-        assert not stepper.takes({0: [vector]}), entry
+        assert stepper.plan({0: [vector]}) is None, entry
 
     class Mine(AdamW):
         pass
@@ -170,8 +172,9 @@ def sharded_apart() -> tuple[list[bool], bool]:
     kernel = load_kernel()
     (ours,), (theirs,) = (optimizer.param_groups[0]["params"] for optimizer in optimizers)
     stepper = NativeAdamW(optimizers[0], kernel)
-    taken = [stepper.takes({0: [ours]})]
-    stepper.step({0: [ours]}, None, {})
+    members = stepper.plan({0: [ours]})
+    taken = [members is not None]
+    stepper.step(members, None, {})
     optimizers[1].step()
     pairs = zip(
         [ours, *optimizers[0].state[ours].values()], [theirs, *optimizers[1].state[theirs].values()], strict=True
@@ -179,7 +182,7 @@ def sharded_apart() -> tuple[list[bool], bool]:
     same = all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
     for placement in (Replicate(), Partial()):
         ours.grad = DTensor.from_local(torch.ones(8), mesh, [placement])
-        taken.append(stepper.takes({0: [ours]}))
+        taken.append(stepper.plan({0: [ours]}) is not None)
     return taken, same
 
 

@@ -108,8 +108,8 @@ class Requests:
         save, self._save = self._save, False
         stop, interrupt = self._stop, self._interrupt
         if self._rank == 0:
-            save = save or self._files[SAVE_FILE].exists() or self._is_over(self._save_minutes, self._saved)
-            stop = stop or self._files[STOP_FILE].exists() or self._is_over(self._stop_minutes, self._began)
+            save = save or os.path.exists(self._files[SAVE_FILE]) or self._is_over(self._save_minutes, self._saved)
+            stop = stop or os.path.exists(self._files[STOP_FILE]) or self._is_over(self._stop_minutes, self._began)
         save, stop, interrupt = (count > 0 for count in sum_over_ranks(save, stop, interrupt))
         self.stopping = stop or interrupt
         self.exit_code = self._stop_exit_code if stop else INTERRUPTED

@@ -164,8 +164,14 @@ class Documents(Protocol):
 
 
 def assemble(corpus: Documents, spec: BatchSpec, *, pack: bool) -> HostBatch:
-    """Reads the tokens of a batch and lays them out. All rows are handled at once: no Python loop over documents."""
-    rows = [row for micro in spec.micro_rows for row in micro]
+    """Reads the tokens of a batch and lays them out."""
+    return assemble_all(corpus, [spec], pack=pack)[0]
+
+
+def assemble_all(corpus: Documents, specs: Sequence[BatchSpec], *, pack: bool) -> list[HostBatch]:
+    """The same for several batches. All rows of all are handled at once: no Python loop over documents."""
+    micro_rows = [micro for spec in specs for micro in spec.micro_rows]
+    rows = [row for micro in micro_rows for row in micro]
     edges = np.cumsum([0, *(row.size for row in rows)])  # of rows, in documents
     documents = np.concatenate(rows).astype(np.int64, copy=False)
     lengths = corpus.lengths[documents]
@@ -174,8 +180,8 @@ def assemble(corpus: Documents, spec: BatchSpec, *, pack: bool) -> HostBatch:
     row_begins = np.concatenate(((0,), ends))[edges]
     used = row_begins[1:] - row_begins[:-1]
 
-    widths = _widths(spec.micro_rows, used, corpus.seq_len, pack)
-    row_widths = np.repeat(widths, [len(micro) for micro in spec.micro_rows])
+    widths = _widths(micro_rows, used, corpus.seq_len, pack)
+    row_widths = np.repeat(widths, [len(micro) for micro in micro_rows])
     row_starts = np.cumsum(row_widths) - row_widths
     total = int(row_widths.sum())
 
@@ -197,8 +203,27 @@ def assemble(corpus: Documents, spec: BatchSpec, *, pack: bool) -> HostBatch:
     document_ids = np.full(total, -1, np.int32)
     document_ids[target] = np.repeat(ordinals, lengths)
     names = iter(corpus.sample_ids(documents))
-    row_names = [[list(islice(names, row.size)) for row in micro] for micro in spec.micro_rows]
-    return HostBatch(spec, torch.from_numpy(tokens), torch.from_numpy(document_ids), widths, row_names)
+    row_names = [[list(islice(names, row.size)) for row in micro] for micro in micro_rows]
+    return _parted(specs, torch.from_numpy(tokens), torch.from_numpy(document_ids), widths, row_names)
+
+
+def _parted(
+    specs: Sequence[BatchSpec],
+    tokens: Tensor,
+    document_ids: Tensor,
+    widths: list[int],
+    row_names: list[list[list[str]]],
+) -> list[HostBatch]:
+    """Returns the batches that were laid out one after the other; they share the memory."""
+    batches, micro, start = [], 0, 0
+    for spec in specs:
+        last = micro + len(spec.micro_rows)
+        end = start + sum(len(rows) * width for rows, width in zip(spec.micro_rows, widths[micro:last], strict=True))
+        batches.append(
+            HostBatch(spec, tokens[:, start:end], document_ids[start:end], widths[micro:last], row_names[micro:last])
+        )
+        micro, start = last, end
+    return batches
 
 
 def row_width(longest_tokens: int, seq_len: int) -> int:

@@ -6,7 +6,7 @@ place after the last batch that it *returned*. What loader processes have prepar
 """
 
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,15 +18,16 @@ from trainer.config.compare import within
 from trainer.config.data import DataConfig
 from trainer.core.log import logger
 from trainer.core.signals import ignore_in_worker
-from trainer.data.batch import BatchSpec, GlobalBatch, HostBatch, assemble, split_rows
+from trainer.data.batch import BatchSpec, GlobalBatch, HostBatch, assemble, assemble_all, split_rows
 from trainer.data.corpus import Corpus, Int64
 from trainer.data.epoch import EpochPlan, plan_epoch
 from trainer.data.mixture import mixture_weights, shares
 from trainer.errors import CheckpointMismatch, DataError
 
 NEVER = 2**31  # torchdata's own snapshots are not used: they depend on the number of workers
-READ_AHEAD_TOKENS = 2**11
-"""Batches that are smaller are made several at a time: right after a step neither code nor data are in the processor's cache."""
+READ_AHEAD_TOKENS = 2**14
+"""Batches that are smaller are made several at a time: a small one takes longer to prepare than to lay out, the more so right
+after a step, when neither code nor data are in the processor's cache."""
 _KEEPS_ROWS = {"data.batch_size", "data.epoch_end"}  # settings that cut the sequence of rows differently, nothing else
 
 
@@ -147,23 +148,29 @@ class _InProcess:
     """Without loader processes a batch is made when it is asked for: a data loader around that would take longer than a
     small batch itself."""
 
-    rows: _Rows
+    corpus: Corpus
+    pack: bool
     sampler: _Sampler
     pin_memory: bool
 
     def __iter__(self) -> Iterator[tuple[GlobalBatch, Cursor]]:
-        ahead, tokens = [], 0
+        ahead: list[tuple[BatchSpec, Cursor]] = []
+        tokens = 0
+        for item in self.sampler:
+            ahead.append(item)
+            tokens += item[0].tokens
+            if tokens >= READ_AHEAD_TOKENS:
+                yield from self._made(ahead)
+                ahead, tokens = [], 0
+
+    def _made(self, items: Sequence[tuple[BatchSpec, Cursor]]) -> Iterator[tuple[GlobalBatch, Cursor]]:
+        specs = [spec for spec, _ in items]
         try:
-            for item in self.sampler:
-                batch, after = self.rows[item]
-                ahead.append(((batch.pin_memory() if self.pin_memory else batch).unpack(), after))
-                tokens += batch.document_ids.numel()
-                if tokens >= READ_AHEAD_TOKENS:
-                    yield from ahead
-                    ahead, tokens = [], 0
-        except Exception:
-            yield from ahead  # a run may end before the batch that cannot be made
-            raise
+            batches: Iterable[HostBatch] = assemble_all(self.corpus, specs, pack=self.pack)
+        except Exception:  # one by one: a run may end before the batch that cannot be made
+            batches = (assemble(self.corpus, spec, pack=self.pack) for spec in specs)
+        for batch, (_, after) in zip(batches, items, strict=True):
+            yield (batch.pin_memory() if self.pin_memory else batch).unpack(), after
 
 
 class BatchLoader:
@@ -194,11 +201,10 @@ class BatchLoader:
         )
         self._sampler = _Sampler(self._sequence)
         self._allow = allow
-        rows = _Rows(corpus, config.pack)
         self._loader: StatefulDataLoader | _InProcess | None = (
-            _loader(rows, self._sampler, config.num_workers, pin_memory)
+            _loader(_Rows(corpus, config.pack), self._sampler, config.num_workers, pin_memory)
             if config.num_workers
-            else _InProcess(rows, self._sampler, pin_memory)
+            else _InProcess(corpus, config.pack, self._sampler, pin_memory)
         )
         self._iterator: Iterator[tuple[GlobalBatch, Cursor]] | None = None
         self._cursor = self._before = Cursor()

@@ -72,9 +72,9 @@ def _norm(parts: Sequence[Tensor]) -> Tensor:
             rows.append(torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1))
         if whole < part.numel():
             pieces.append(flat[whole:] if whole else part)
-    small = torch._foreach_norm(pieces) if pieces else ()  # pyright: ignore[reportPrivateImportUsage]
-    norms = [*small, *rows]
-    return torch.linalg.vector_norm(torch.cat([norm.view(-1) for norm in norms])) if norms else torch.zeros(())
+    if pieces:
+        rows.insert(0, torch.stack(torch._foreach_norm(pieces)))  # pyright: ignore[reportPrivateImportUsage]
+    return torch.linalg.vector_norm(torch.cat(rows)) if rows else torch.zeros(())
 
 
 def _reduced(square: Tensor, layout: Layout) -> Tensor:

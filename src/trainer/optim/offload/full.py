@@ -270,12 +270,13 @@ class FullCPUOffloadOptimizer(OffloadOptimizer):
         groups = self.param_groups
         active = {index: [groups[index]["params"][i] for i in places] for index, places in chunk.members.items()}
         active = {index: [m for m in masters if m.grad is not None] for index, masters in active.items()}
-        if self._native is None or not self._native.takes(active):
+        members = None if self._native is None else self._native.plan(active)
+        if self._native is None or members is None:
             return None
         staged = self.masters.stage(self._names([master for masters in active.values() for master in masters]))
         places = {id(self.masters.masters[name]): values for name, values in staged.items()}
         is_unscaled = any(id(master) in self._unscaled for masters in active.values() for master in masters)
-        self._native.step(active, self._scale if is_unscaled else None, places)
+        self._native.step(members, self._scale if is_unscaled else None, places)
         self.masters.send(staged, early=early)
         return set(places)
 

@@ -10,13 +10,15 @@ import math
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from operator import is_not
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,15 +34,34 @@ SWITCH = "TRAINER_NATIVE"
 """Environment variable; "0" leaves everything to torch."""
 
 
-class _Tensor(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("param", "grad", "exp_avg", "exp_avg_sq", "rounded", "step")),
-        ("size", ctypes.c_int64),
-        *(
-            (name, ctypes.c_float)
-            for name in ("decay", "weight", "beta2", "rest2", "correction", "eps", "move", "count")
-        ),
-    ]
+_TENSOR = struct.Struct("@6Pq8f")
+"""What the kernel calls a Tensor: the addresses of parameter, gradient, both moments, rounded values and counter; the
+size; the `_numbers` of its group."""
+
+
+class _Member(NamedTuple):
+    """A parameter that the kernel can step: its group's index, and where its parts lie at the moment."""
+
+    group: int
+    parameter: int  # its id
+    param: int
+    grad: int
+    exp_avg: int
+    exp_avg_sq: int
+    step: int
+    size: int
+    count: float
+    """Of this update, from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A parameter's state, looked at once: it stays as it is, unless somebody puts other tensors there, or other memory
+    into them (`.data`)."""
+
+    parameter: Tensor  # held, so that its id is not given to another one
+    parts: tuple[Tensor, Tensor, Tensor]
+    places: tuple[int, int, int]
 
 
 class NativeAdamW:
@@ -49,8 +70,7 @@ class NativeAdamW:
     def __init__(self, optimizer: AdamW, kernel: Any):
         self._optimizer = optimizer
         self._kernel = kernel
-        self._known: dict[int, tuple[Tensor, tuple[Tensor, ...], tuple[int, ...]]] = {}
-        """By id: a parameter, its state's parts that fit, and where these lie."""
+        self._known: dict[int, _State] = {}  # by id of the parameter
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "NativeAdamW | None":
@@ -60,57 +80,71 @@ class NativeAdamW:
         kernel = load_kernel()
         return None if kernel is None else cls(optimizer, kernel)
 
-    def takes(self, parameters: Mapping[int, Sequence[Tensor]]) -> bool:
-        """Whether the kernel can step these parameters: group index -> parameters with a gradient."""
-        groups = self._optimizer.param_groups
-        return all(
-            _plain(groups[index]) and all(self._fits(parameter) for parameter in members)
-            for index, members in parameters.items()
-        )
+    def plan(self, parameters: Mapping[int, Sequence[Tensor]]) -> list[_Member] | None:
+        """Returns what `step` needs to step these parameters (group index -> parameters with a gradient), good until one of
+        their tensors is replaced; None if the kernel cannot step all of them."""
+        members = []
+        for index, several in parameters.items():
+            if not _plain(self._optimizer.param_groups[index]):
+                return None
+            for parameter in several:
+                member = self._member(index, parameter)
+                if member is None:
+                    return None
+                members.append(member)
+        return members
 
-    def step(
-        self, parameters: Mapping[int, Sequence[Tensor]], factor: Tensor | None, rounded: Mapping[int, Tensor]
-    ) -> None:
+    def step(self, members: Sequence[_Member], factor: Tensor | None, rounded: Mapping[int, Tensor]) -> None:
         """One update.
 
+        members: from `plan`.
         factor: 0-dim float32; the update is that of the gradients times this factor. They are not changed.
         rounded: id of a parameter -> contiguous bfloat16 host tensor that takes its new values.
         """
-        members = [(index, parameter) for index, several in parameters.items() for parameter in several]
-        if not members:
-            return
-        state = self._optimizer.state
-        tensors = (_Tensor * len(members))()
         numbers: dict[tuple[int, float], tuple[float, ...]] = {}  # few groups and counters, many tensors
-        for place, (index, parameter) in enumerate(members):
-            entries = state[parameter]
-            key = index, entries["step"].item() + 1
+        tensors = []
+        for m in members:
+            key = m.group, m.count
             if key not in numbers:
-                numbers[key] = _numbers(self._optimizer.param_groups[index], key[1])
-            tensors[place] = (*_addresses(parameter, entries, rounded.get(id(parameter))), *numbers[key])
-        self._kernel(tensors, len(members), 1.0 if factor is None else factor.item(), torch.get_num_threads())
+                numbers[key] = _numbers(self._optimizer.param_groups[m.group], m.count)
+            out = rounded.get(m.parameter)
+            place = 0 if out is None else out.data_ptr()
+            tensors.append(_TENSOR.pack(m.param, m.grad, m.exp_avg, m.exp_avg_sq, place, m.step, m.size, *numbers[key]))
+        scale = 1.0 if factor is None else factor.item()
+        self._kernel(b"".join(tensors), len(tensors), scale, torch.get_num_threads())
 
-    def _fits(self, parameter: Tensor) -> bool:
-        state, grad = self._optimizer.state.get(parameter), parameter.grad
-        if not state or grad is None:
-            return False
+    def _member(self, index: int, parameter: Tensor) -> _Member | None:
+        grad = parameter.grad
+        if grad is None:
+            return None
         part, gradient = bare_part(parameter), bare_part(grad)
         if not _is_plain(part) or not _is_plain(gradient):
-            return False
+            return None
         if (part is not parameter or gradient is not grad) and not _are_sharded_alike(parameter, grad):
-            return False
-        step, exp_avg, exp_avg_sq = state.get("step"), state.get("exp_avg"), state.get("exp_avg_sq")
+            return None
+        state = self._state(parameter)
+        if state is None:
+            return None
+        places, count = state.places, state.parts[0].item() + 1
+        return _Member(
+            index, id(parameter), part.data_ptr(), gradient.data_ptr(), *places[1:], places[0], part.numel(), count
+        )
+
+    def _state(self, parameter: Tensor) -> _State | None:
+        entries = self._optimizer.state.get(parameter)
+        if not entries:
+            return None
+        step, exp_avg, exp_avg_sq = entries.get("step"), entries.get("exp_avg"), entries.get("exp_avg_sq")
         if step is None or exp_avg is None or exp_avg_sq is None:
-            return False
+            return None
         parts = bare_part(step), bare_part(exp_avg), bare_part(exp_avg_sq)
         places = parts[0].data_ptr(), parts[1].data_ptr(), parts[2].data_ptr()
-        # Looked at once: they stay as they are, unless somebody puts others there, or other memory into them (`.data`).
         known = self._known.get(id(parameter))
-        if known is None or known[2] != places or any(map(is_not, known[1], parts)):
+        if known is None or known.places != places or any(map(is_not, known.parts, parts)):
             if not all(map(_is_plain, parts)):
-                return False
-            self._known[id(parameter)] = parameter, parts, places
-        return True
+                return None
+            known = self._known[id(parameter)] = _State(parameter, parts, places)
+        return known
 
 
 def _is_plain(part: Tensor) -> bool:
@@ -133,23 +167,8 @@ def _plain(group: Mapping[str, Any]) -> bool:
     )
 
 
-def _addresses(parameter: Tensor, state: Mapping[str, Any], out: Tensor | None) -> tuple[int | None, ...]:
-    """Returns the first fields of a `_Tensor`, up to its size."""
-    assert parameter.grad is not None
-    part = bare_part(parameter)
-    return (
-        part.data_ptr(),
-        bare_part(parameter.grad).data_ptr(),
-        bare_part(state["exp_avg"]).data_ptr(),
-        bare_part(state["exp_avg_sq"]).data_ptr(),
-        None if out is None else out.data_ptr(),
-        bare_part(state["step"]).data_ptr(),
-        part.numel(),
-    )
-
-
 def _numbers(group: Mapping[str, Any], step: float) -> tuple[float, ...]:
-    """Returns its other fields for the step-th update."""
+    """Returns the last fields of a `_TENSOR` for the step-th update."""
     beta1, beta2 = group["betas"]
     correction = math.sqrt(1 - beta2**step)
     decay, move = 1 - group["lr"] * group["weight_decay"], -(group["lr"] / (1 - beta1**step))
@@ -235,7 +254,10 @@ def equals_torch(kernel: Any) -> bool:
             rounded = {
                 id(parameter): torch.empty_like(parameter, dtype=torch.bfloat16) for parameter in parameters[::2]
             }
-            native.step({0: parameters}, factor, rounded)
+            members = native.plan({0: parameters})
+            if members is None:
+                return False
+            native.step(members, factor, rounded)
             for parameter in copies:
                 if factor is not None and parameter.grad is not None:
                     parameter.grad = parameter.grad * factor

@@ -112,8 +112,9 @@ class CPUOffloadOptimizer(OffloadOptimizer):
         factor, self._factor = self._factor, None
         groups = enumerate(self.param_groups)
         active = {index: [p for p in group["params"] if p.grad is not None] for index, group in groups}
-        if self._native is not None and self._native.takes(active):
-            self._native.step(active, factor, {})
+        members = None if self._native is None else self._native.plan(active)
+        if self._native is not None and members is not None:
+            self._native.step(members, factor, {})
             return
         for parameter in (p for members in active.values() for p in members):
             if factor is not None and parameter.grad is not None:

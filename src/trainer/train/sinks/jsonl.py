@@ -23,13 +23,14 @@ T = TypeVar("T")
 # JSON has no NaN or infinities. The strings keep what was seen, and Python's float() reads each of them back.
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
+_ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False)
 
 _NO_ROW = (ValueError, TypeError, RecursionError)  # what `decode_row` raises
 
 
 def encode_row(row: Row) -> str:
     """One line of strict JSON, floats in their shortest exact form; NaN and infinities become strings."""
-    return json.dumps({key: _to_json(value) for key, value in row.items()}, allow_nan=False, ensure_ascii=False)
+    return _ENCODER.encode({key: _to_json(value) for key, value in row.items()})
 
 
 def _to_json(value: Any) -> Any:
