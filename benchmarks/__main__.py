@@ -16,6 +16,7 @@ NAMES = (
     "startup",
     "packing",
     "loss",
+    "attention",
     "rollout",
     "grpo",
     "publication",

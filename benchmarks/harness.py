@@ -187,6 +187,14 @@ class Ratio:
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high)
 
+    def summary(self) -> dict[str, float]:
+        """Returns what a result's case says of it."""
+        return {
+            "ratio": round(self.median, 4),
+            "ratio_low_quartile": round(self.low, 4),
+            "ratio_high_quartile": round(self.high, 4),
+        }
+
 
 def summarize(blocks: Sequence[Block]) -> dict[str, float]:
     """Returns the medians of a participant's blocks."""
@@ -203,12 +211,7 @@ def compare(ours: Sequence[Block], theirs: Sequence[Block]) -> dict[str, float]:
     """Returns ours / theirs in useful tokens per second, and the same by CPU time (a check against a busy machine)."""
     wall = Ratio.of([block.rate for block in ours], [block.rate for block in theirs])
     cpu = Ratio.of([block.cpu_rate for block in ours], [block.cpu_rate for block in theirs])
-    return {
-        "ratio": round(wall.median, 4),
-        "ratio_low_quartile": round(wall.low, 4),
-        "ratio_high_quartile": round(wall.high, 4),
-        "cpu_ratio": round(cpu.median, 4),
-    }
+    return wall.summary() | {"cpu_ratio": round(cpu.median, 4)}
 
 
 def wait_for_quiet(limit: float, timeout_seconds: float) -> float:

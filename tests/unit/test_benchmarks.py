@@ -127,6 +127,7 @@ def test_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]):
         "startup",
         "packing",
         "step",
+        "attention",
         "muon",
         pytest.param("offload", marks=pytest.mark.slow),
         pytest.param("checkpoint", marks=pytest.mark.slow),

@@ -9,6 +9,7 @@ from trainer.kernels.attention import (
     DocumentsPlan,
     MaskPlan,
     attention_reference,
+    call_dtype,
     plan_attention,
 )
 
@@ -95,6 +96,34 @@ def test_documents_with_padding_between_rows_never_mix_up_their_lengths():
 def test_padding_in_front_is_not_taken_for_a_causal_row():
     documents = torch.tensor([[-1, -1, 0, 0, 0]], dtype=torch.int32)
     assert not isinstance(plan_attention(documents, SHAPE), CausalPlan)
+
+
+@pytest.mark.parametrize("tokens, plan", [(12, CausalPlan), (12, MaskPlan), (60, DocumentsPlan)])
+def test_short_calls_in_16_bits_are_rounded_once(tokens, plan):
+    """They run in float32 on CPU: the result is the exact one, rounded, and so are the gradients."""
+    rows = [[tokens]] if plan is CausalPlan else [[tokens // 3, tokens - tokens // 3]]
+    documents = _documents(*rows, tokens=tokens)
+    heads = AttentionShape(heads=256 if plan is DocumentsPlan else 4, head_dim=8, dtype=torch.bfloat16)
+    chosen = plan_attention(documents, heads)
+    assert isinstance(chosen, plan)
+    narrow = [x.detach().bfloat16().requires_grad_() for x in _qkv(1, tokens)]
+    exact = [x.detach().float().requires_grad_() for x in narrow]
+    found = _run(chosen, *narrow, documents >= 0)
+    assert all(x.dtype == torch.bfloat16 for x in found)
+
+    def rounded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention_reference(q, k, v, documents).bfloat16()
+
+    for mine, expected in zip(found, _run(rounded, *exact, documents >= 0), strict=True):
+        torch.testing.assert_close(mine.float(), expected.float(), rtol=2**-8, atol=1e-6)
+
+
+def test_only_short_calls_in_16_bits_on_cpu_run_in_float32():
+    cpu, half = torch.device("cpu"), torch.bfloat16
+    assert call_dtype(cpu, half, 512, 32) == call_dtype(cpu, torch.float16, 128, 128) == torch.float32
+    assert call_dtype(cpu, half, 1024, 32) == call_dtype(cpu, half, 512, 64) == half
+    assert call_dtype(torch.device("cuda"), half, 16, 32) == half
+    assert call_dtype(cpu, torch.float64, 16, 32) == torch.float64
 
 
 def test_varlen_without_a_gpu_is_refused_with_the_way_out():

@@ -24,6 +24,10 @@ _PAIRS_PER_CALL = 2**17
 """A separate call per document pays when it saves this many query-key pairs x heads x head_dim (about 60 us of a core,
 the cost of the call's forward and backward)."""
 
+_WIDE_CALL = 2**14
+"""On CPU a call over at most this many tokens x head_dim runs in float32 even where the model does not: torch's backward in
+16 bits takes two to five times as long there, and about as long at twice as many (`python -m benchmarks attention`)."""
+
 
 class AttentionPlan(Protocol):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -73,7 +77,8 @@ def plan_attention(
         pairs = rows * row_tokens**2 - sum(length**2 for length in documents) // 2
         if pairs * shape.heads * shape.head_dim > _PAIRS_PER_CALL * len(lengths):
             return DocumentsPlan(tuple(lengths), tuple(padding))
-    return MaskPlan(_additive_mask(document_ids, window, shape.dtype))
+    dtype = call_dtype(document_ids.device, shape.dtype, row_tokens, shape.head_dim)
+    return MaskPlan(_additive_mask(document_ids, window, dtype))
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ class CausalPlan:
 @dataclass(frozen=True)
 class MaskPlan:
     mask: Tensor
-    """[rows, 1, T, T], added to the scores: 0 or -inf, in the queries' dtype."""
+    """[rows, 1, T, T], added to the scores: 0 or -inf, in the dtype of the call."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _sdpa(q, k, v, attn_mask=self.mask)
@@ -142,16 +147,23 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, w
     return torch.einsum("rhqk,rkhd->rqhd", scores.softmax(-1), v)
 
 
+def call_dtype(device: torch.device, dtype: torch.dtype, tokens: int, head_dim: int) -> torch.dtype:
+    """Returns the dtype that attention over rows of `tokens` runs in; its inputs and its result have the dtype `dtype`."""
+    is_wide = device.type == "cpu" and dtype.itemsize == 2 and tokens * head_dim <= _WIDE_CALL
+    return torch.float32 if is_wide else dtype
+
+
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    dtype = call_dtype(q.device, q.dtype, q.shape[1], q.shape[3])
     output = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
+        q.transpose(1, 2).to(dtype),
+        k.transpose(1, 2).to(dtype),
+        v.transpose(1, 2).to(dtype),
         attn_mask=attn_mask,
         is_causal=is_causal,
         enable_gqa=q.shape[2] != k.shape[2],
     )
-    return output.transpose(1, 2)
+    return output.transpose(1, 2).to(q.dtype)
 
 
 def _use_varlen(document_ids: Tensor, shape: AttentionShape, choice: str) -> bool:
