@@ -216,7 +216,7 @@ def _attention(result: dict[str, Any]) -> str:
     return (
         "## Attention in 16 bits on CPU\n\n"
         "Causal attention over one document, forward and backward, inputs and result in bfloat16: the time of torch's call as\n"
-        "it is, divided by that of the call in float32 with the conversions. Ours runs in float32 where that is faster (bound 1).\n"
+        "it is, divided by that of the call in float32 with the conversions. Ours uses float32 where that is faster (bound 1).\n"
         "\n"
         + table(("heads", "tokens", "threads", "16 bits / float32", "ours runs in"), rows)
         + f"\n{bounds(result)}\n{provenance(result)}"

@@ -26,7 +26,7 @@ the cost of the call's forward and backward)."""
 
 _WIDE_CALL = 2**14
 """On CPU a call over at most this many tokens x head_dim runs in float32 even where the model does not: torch's backward in
-16 bits takes two to five times as long there, and about as long at twice as many (`python -m benchmarks attention`)."""
+16 bits takes up to three times as long there, and no longer than float32 at twice as many (`python -m benchmarks attention`)."""
 
 
 class AttentionPlan(Protocol):
