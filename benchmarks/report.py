@@ -140,7 +140,9 @@ def _peers(result: dict[str, Any]) -> str:
         "precision and batch, without activation checkpointing, saving or reports, and logs every tenth step where ours\n"
         "writes every step. TRL packs by itself (best fit, joining the rows of a micro-step, or one row at a time); the HF\n"
         "Trainer gets our packed rows with position ids, and once without, where documents wrongly see each other.\n"
-        "Bounds: 1.8 against the faster of TRL's packed variants, 1.1 against the HF Trainer packed. "
+        "Bounds: 1.8 against TRL and 1.1 against the HF Trainer, packed, with micro-batches as large as ours; the others are\n"
+        "reported. TRL joins the rows of a micro-step, and attends over all of them; one row per micro-step suits it better on\n"
+        "a large model and worse on a small one. "
         f"Versions: {versions}.\n\n"
         + table(("model", "threads", "ours packed, tokens/s", *columns), rows)
         + f"\n{bounds(result)}\n{provenance(result)}"
