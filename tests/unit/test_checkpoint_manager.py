@@ -462,6 +462,23 @@ def test_a_replaced_checkpoint_is_put_back(tmp_path):
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step_00000004", "step_00000008"]
 
 
+@pytest.mark.parametrize("newer", ["00000001", "ffffffff"])
+def test_of_two_replaced_checkpoints_the_newer_one_is_put_back(tmp_path, newer):
+    """The older one's removal had failed before the step was written once more, and that was interrupted too."""
+    run_with(tmp_path, 4, 8)
+    older = step_dir(tmp_path, 8)
+    both = {token: older.with_name(f"{older.name}.replaced-{token}") for token in (newer, "88888888")}
+    for directory in both.values():
+        shutil.copytree(older, directory)
+    shutil.rmtree(older)
+    os.utime(both["88888888"] / "manifest.json", ns=(0, 10**18))
+    inode = (both[newer] / "manifest.json").stat().st_ino
+    assert Run(tmp_path).resume() == 8
+    assert (step_dir(tmp_path, 8) / "manifest.json").stat().st_ino == inode
+    assert Run(tmp_path).resume() == 8
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step_00000004", "step_00000008"]
+
+
 def again_from(template, run_dir) -> Run:
     """A run at step 6 whose directory holds what `template` has: step 4, and perhaps another step 6."""
     shutil.copytree(template, run_dir)

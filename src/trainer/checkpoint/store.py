@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.checkpoint.dcp import lost_each_other
-from trainer.checkpoint.discovery import WHOLE, Status, discover, inspect_step
+from trainer.checkpoint.discovery import WHOLE, Candidate, Status, discover, inspect_step
 from trainer.checkpoint.manifest import Manifest, check_sizes, dump_manifest
 from trainer.checkpoint.paths import (
     LOCK,
@@ -199,11 +199,13 @@ class CheckpointStore:
         Left alone are the temporary directory of a save that is running (its lock is held) and everything foreign.
         """
         done = []
-        for candidate in discover(self.directory):
+        for candidate in sorted(discover(self.directory), key=_written, reverse=True):
             path, name = candidate.path, candidate.path.name
             replaced = replaced_step_of(name)
             with os_errors(f"cannot clear up {path}"):
                 if replaced is not None and candidate.status in WHOLE:
+                    if os.path.lexists(self.directory / step_name(replaced)):
+                        continue  # an older one of that step, whose removal had failed; the next start removes it
                     files.rename(path, self.directory / step_name(replaced))
                     done.append(f"{name} put back as {step_name(replaced)}: writing it anew was interrupted")
                 elif candidate.status is not Status.INCOMPLETE or (is_temporary(name) and _is_locked(path)):
@@ -228,6 +230,14 @@ class CheckpointStore:
                 files.rename(candidate.path, target)
             moved.append(candidate.path.name)
         return moved
+
+
+def _written(candidate: Candidate) -> int:
+    """When its manifest was written, in ns; 0 where it has none."""
+    try:
+        return (candidate.path / MANIFEST).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _is_locked(temporary: Path) -> bool:
