@@ -159,7 +159,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_c
         q.transpose(1, 2).to(dtype),
         k.transpose(1, 2).to(dtype),
         v.transpose(1, 2).to(dtype),
-        attn_mask=attn_mask,
+        attn_mask=None if attn_mask is None else attn_mask.to(dtype),  # FSDP casts what blocks are given
         is_causal=is_causal,
         enable_gqa=q.shape[2] != k.shape[2],
     )
