@@ -479,6 +479,18 @@ def test_of_two_replaced_checkpoints_the_newer_one_is_put_back(tmp_path, newer):
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step_00000004", "step_00000008"]
 
 
+def test_the_older_of_two_replaced_checkpoints_does_not_come_back_in_the_place_of_the_one_set_aside(tmp_path):
+    """With the newer one put back and then set aside, nothing stands at its step any more."""
+    run_with(tmp_path, 4, 8)
+    newer = step_dir(tmp_path, 8)
+    for token in ("00000001", "ffffffff"):
+        shutil.copytree(newer, newer.with_name(f"{newer.name}.replaced-{token}"))
+    shutil.rmtree(newer)
+    assert Run(tmp_path).resume(step=4) == 4
+    assert Run(tmp_path).resume() == 4
+    assert steps_of(tmp_path) == [4]
+
+
 def again_from(template, run_dir) -> Run:
     """A run at step 6 whose directory holds what `template` has: step 4, and perhaps another step 6."""
     shutil.copytree(template, run_dir)

@@ -205,7 +205,10 @@ class CheckpointStore:
             with os_errors(f"cannot clear up {path}"):
                 if replaced is not None and candidate.status in WHOLE:
                     if os.path.lexists(self.directory / step_name(replaced)):
-                        continue  # an older one of that step, whose removal had failed; the next start removes it
+                        # Now: were the newer one set aside after the load, the next start would put this one back.
+                        files.remove_tree(path, MANIFEST)
+                        done.append(f"{name} removed: an older one of that step, whose removal had failed")
+                        continue
                     files.rename(path, self.directory / step_name(replaced))
                     done.append(f"{name} put back as {step_name(replaced)}: writing it anew was interrupted")
                 elif candidate.status is not Status.INCOMPLETE or (is_temporary(name) and _is_locked(path)):
