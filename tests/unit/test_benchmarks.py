@@ -97,6 +97,12 @@ def test_the_page_is_what_the_results_say():
     assert report.PAGE.read_text() == report.render(), "run python -m benchmarks.report"
 
 
+def test_page_tells_the_lowest_ratio_to_the_peer_without_a_bound():
+    cases = json.loads((RESULTS / "peers.json").read_text())["cases"]
+    lowest = min(case["ours packed / TRL packed, row by row"]["ratio"] for case in cases)
+    assert f"row by row the ratio is {lowest:.2f} at the least" in report.render()
+
+
 def test_page_lists_what_is_missed(tmp_path: Path):
     result = json.loads((RESULTS / "startup.json").read_text())
     result["targets"].append({"what": "speed of light", "value": 2.0, "bound": 3.0, "at_least": True, "met": False})
