@@ -203,6 +203,22 @@ def test_skipped_bad_rows_are_counted_and_located_also_from_the_cache(tmp_path, 
         build(tmp_path, path)  # the cache made under "skip" does not hide them from "fail"
 
 
+def test_rows_are_located_where_they_lie_now_although_the_tokens_were_made_from_a_copy(tmp_path, messages):
+    """The cache goes by content: a file that has moved, or a folder of the same files, finds the tokens of the old one."""
+    for place in ("old", "new"):
+        (tmp_path / place).mkdir()
+        write_jsonl(tmp_path / place / "a.jsonl", [chat("ok", "fine")])
+        write_jsonl(tmp_path / place / "b.jsonl", BAD_ROWS)
+    build(tmp_path, tmp_path / "old", on_bad_row="skip")
+    shutil.rmtree(tmp_path / "old")
+    messages.clear()
+    build(tmp_path, tmp_path / "new", on_bad_row="skip")
+    said = "".join(messages)
+    assert len(stores(tmp_path)) == 1  # no second tokenization
+    assert all(f"{tmp_path / 'new' / 'b.jsonl'}:{line}: " in said for line in (2, 3, 4))
+    assert f"data.sources[0] {tmp_path / 'new'}: 3 documents" in said and str(tmp_path / "old") not in said
+
+
 def test_many_bad_rows_are_counted_and_the_first_shown(tmp_path, messages):
     path = write_jsonl(tmp_path / "a.jsonl", [chat("a", "b"), *["{"] * 20])
     build(tmp_path, path, on_bad_row="skip")

@@ -1,7 +1,7 @@
 """From the config to the training and the held-out documents."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,6 +108,7 @@ def _store(source: SourceConfig, config: DataConfig, tokenizer: "PreTrainedToken
             "the files or the tokenizer differ between nodes"
         )
     raise_together(error, f"comparing {source.path}")
+    store.meta = replace(store.meta, source=source.path)  # it may have been made from a copy that lay elsewhere
     return store
 
 

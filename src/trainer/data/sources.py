@@ -6,7 +6,7 @@ rejects a row later can say where it is.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -59,6 +59,12 @@ class Source(Protocol):
     """Rows in a fixed order, and a hash of their content."""
 
     name: str
+
+    @property
+    def places(self) -> Sequence[str]:
+        """What `where` of its rows begins with, before a colon. A source of the same content has equally many, in the same
+        order."""
+        ...
 
     def content_hash(self) -> str:
         """Returns a hash that changes whenever the rows may have changed; it does not depend on where the files lie."""
@@ -131,6 +137,7 @@ class FileSource:
     def __init__(self, name: str, files: list[Path]):
         self.name = name
         self.files = files
+        self.places = [str(file) for file in files]
 
     def content_hash(self) -> str:
         return "files:" + ",".join(f"{file.suffix}:{_hash_file(file)}" for file in self.files)
@@ -236,6 +243,7 @@ class DatasetSource:
         self.dataset = dataset.with_format(None)  # a saved data set remembers a tensor format
         self.split = config.split
         self.place = f"{config.path}[{config.split}]"
+        self.places = [self.place]
 
     def content_hash(self) -> str:
         # The Arrow files behind the table; a table without files (never seen for loaded ones) is hashed row by row.

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from trainer.core.files import DurableFile, fsync_dir, make_dirs, rename, write_new, xxh3_bytes
 from trainer.core.lock import try_flock
 
-STORE_VERSION = 1  # part of every key: raise it whenever rows are tokenized or stored differently
+STORE_VERSION = 2  # part of every key: raise it whenever rows are tokenized or stored differently
 _ARRAYS = {"ids": np.int32, "mask": np.uint8, "lengths": np.int64, "rows": np.int64, "supervised": np.int64}
 
 
@@ -42,8 +42,8 @@ class StoreMeta:
     tokens: int
     supervised_tokens: int
     bad_rows: int
-    bad_examples: tuple[str, ...]
-    """Place and reason of the first bad rows."""
+    bad_examples: tuple[tuple[int, str], ...]
+    """The first bad rows: which of the source's places they are in, and what follows its name: ":4: invalid JSON"."""
     fingerprint: str
     """Hash of all arrays: what the documents are, wherever they came from."""
 
@@ -87,7 +87,8 @@ class TokenStore:
         """Returns the store in `directory`, or None if there is none or it is damaged."""
         try:
             fields = json.loads((directory / "meta.json").read_bytes())
-            meta = StoreMeta(**{**fields, "bad_examples": tuple(fields["bad_examples"])})
+            examples = tuple((int(place), str(rest)) for place, rest in fields["bad_examples"])
+            meta = StoreMeta(**{**fields, "bad_examples": examples})
             sizes = {name: (directory / f"{name}.bin").stat().st_size for name in _ARRAYS}
         except (OSError, ValueError, TypeError, KeyError):
             return None
@@ -192,7 +193,7 @@ class StoreWriter:
     def documents(self) -> int:
         return len(self._lengths)
 
-    def commit(self, source: str, bad_rows: int, bad_examples: tuple[str, ...]) -> TokenStore:
+    def commit(self, source: str, bad_rows: int, bad_examples: tuple[tuple[int, str], ...]) -> TokenStore:
         """Makes the store durable under its final name and returns it; keeps an equal one that came first."""
         columns = {"lengths": self._lengths, "rows": self._rows, "supervised": self._supervised}
         records = [self._ids.finish(), self._mask.finish()]

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -66,7 +66,7 @@ def tokenized(source: SourceConfig, config: DataConfig, tokenizer: "PreTrainedTo
                 f"cannot write tokenized data to {directory.parent} ({error.strerror or error}); "
                 "set data.cache_dir to a folder with free space"
             ) from error
-    _report_bad_rows(rows.name, store.meta)
+    _report_bad_rows(rows, store.meta)
     return store
 
 
@@ -101,10 +101,11 @@ def tokenizer_hash(tokenizer: "PreTrainedTokenizerFast") -> str:
 class _BadRows:
     """Counts bad rows, or raises at the first one."""
 
-    def __init__(self, fatal: bool):
+    def __init__(self, rows: Source, fatal: bool):
         self.fatal = fatal
         self.count = 0
-        self.examples: list[str] = []
+        self.examples: list[tuple[int, str]] = []
+        self._places = rows.places
 
     def add(self, row: SourceRow, reason: str) -> None:
         message = f"{row.where}: {reason}"
@@ -114,14 +115,15 @@ class _BadRows:
             )
         self.count += 1
         if len(self.examples) < SHOWN_BAD_ROWS:
-            self.examples.append(message)
+            place = max((place for place in self._places if message.startswith(f"{place}:")), key=len)
+            self.examples.append((self._places.index(place), message.removeprefix(place)))
 
 
 def _tokenize(
     rows: Source, source: SourceConfig, config: DataConfig, tokenizer: "PreTrainedTokenizerFast", directory: Path
 ) -> TokenStore:
     encoder = Encoder(tokenizer, config.train_on)
-    bad = _BadRows(fatal=config.on_bad_row == "fail")
+    bad = _BadRows(rows, fatal=config.on_bad_row == "fail")
     started = shown = time.monotonic()
     with StoreWriter(directory) as writer:
         for batch in _in_batches(_parsed(rows, source, config, bad), BATCH_ROWS):
@@ -139,7 +141,7 @@ def _tokenize(
                 shown = time.monotonic()
                 logger.info("{}: tokenized {:,} documents, {:,} tokens", rows.name, writer.documents, writer.tokens)
         if writer.documents == 0:
-            examples = "".join(f"\n  {example}" for example in bad.examples)
+            examples = _listed(rows, bad.examples)
             raise DataError(f"{rows.name}: " + (f"all {bad.count} rows are bad:{examples}" if bad.count else "no rows"))
         store = writer.commit(rows.name, bad.count, tuple(bad.examples))
     seconds = time.monotonic() - started
@@ -171,11 +173,16 @@ def _in_batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
         yield batch
 
 
-def _report_bad_rows(name: str, meta: StoreMeta) -> None:
+def _listed(rows: Source, examples: Sequence[tuple[int, str]]) -> str:
+    """Where the rows lie now: the tokens may have been made from a copy elsewhere."""
+    return "".join(f"\n  {rows.places[place]}{rest}" for place, rest in examples)
+
+
+def _report_bad_rows(rows: Source, meta: StoreMeta) -> None:
     if not meta.bad_rows:
         return
-    examples = "".join(f"\n  {example}" for example in meta.bad_examples)
+    examples = _listed(rows, meta.bad_examples)
     more = "" if meta.bad_rows <= len(meta.bad_examples) else f"\n  and {meta.bad_rows - len(meta.bad_examples)} more"
     logger.warning(
-        "{}: skipped {} bad rows of {}:{}{}", name, meta.bad_rows, meta.bad_rows + meta.documents, examples, more
+        "{}: skipped {} bad rows of {}:{}{}", rows.name, meta.bad_rows, meta.bad_rows + meta.documents, examples, more
     )
