@@ -96,6 +96,17 @@ def _run_rules(c: "RunConfig") -> Iterator[Broken]:
             ("model.attention", "runtime.device"),
             'varlen attention needs a GPU: use model.attention = "auto" or "sdpa"',
         )
+    elif c.model.attention == "varlen" and c.model.impl == "hf":
+        yield Broken(
+            ("model.attention", "model.impl"),
+            'varlen attention belongs to model.impl = "native", transformers\' modules have their own: use '
+            'model.attention = "auto"',
+        )
+    elif c.model.attention == "varlen" and c.model.dtype == "float32":
+        yield Broken(
+            ("model.attention", "model.dtype"),
+            'varlen attention computes in 16 bits: use model.dtype = "bfloat16", or model.attention = "auto"',
+        )
     only_interval = not (c.ckpt.micro_interval or c.ckpt.minutes or c.ckpt.at)
     if c.ckpt.keep_every and c.ckpt.interval and only_interval and c.ckpt.keep_every % c.ckpt.interval:
         yield Broken(
