@@ -1,4 +1,4 @@
-"""Random numbers of the forward pass over resumes: dropout, and a model that draws from all three generators."""
+"""Random numbers of the forward pass over resumes: dropout, and a loss that draws from all three generators."""
 
 import json
 import random
@@ -7,9 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from support.runs import REPO, checkpoint, differences, metrics, samples, sft
+from support.runs import REPO, checkpoint, differences, metrics, opened, samples, sft
 from trainer.checkpoint.tables import read_tables
+from trainer.train.cross_entropy import cross_entropy
+from trainer.train.loop import fit
 
 TINY = REPO / "configs/debug/assets/tiny-llama"
 
@@ -43,6 +46,32 @@ def test_d11_losses_are_bit_equal_after_a_save_in_and_at_the_end_of_an_epoch(mod
     if world_size == 1:
         sft(dry, *FLAGS, "--model.name", str(TINY), "--max-steps", "1")
         assert metrics(dry)[1]["loss"] != metrics(whole)[1]["loss"]  # there is dropout in it
+
+
+def test_d11_draws_from_all_three_generators_are_those_of_the_run_that_never_stopped(tmp_path):
+    """A loss that reads Python's, numpy's and torch's default generators; saved within an epoch and at its end."""
+    seen: list[tuple[float, ...]] = []
+
+    def noisy(model, micro_batch):
+        draws = (random.random(), float(np.random.rand()), float(torch.rand(())))
+        if torch.is_grad_enabled():
+            seen.append(draws)
+        return cross_entropy(model, micro_batch) * (1 + sum(draws))
+
+    def train(run_dir: Path, *flags: str) -> None:
+        with opened(run_dir, *FLAGS, "--model.impl", "native", *flags, loss=noisy) as run:
+            fit(run)
+
+    train(tmp_path / "whole")
+    expected = seen.copy()
+    seen.clear()
+    for stop in (7, 10, 14):
+        random.seed(stop), np.random.seed(stop), torch.manual_seed(stop)
+        train(tmp_path / "run", "--stop-step", str(stop), "--resume.if-exists")
+    assert seen == expected and len({draw for draws in seen for draw in draws}) == 3 * len(seen) == 3 * 28
+    losses = [[row["loss"] for row in metrics(tmp_path / name) if row["step"]] for name in ("whole", "run")]
+    assert losses[0] == losses[1]
+    assert differences(checkpoint(tmp_path / "run", 14), checkpoint(tmp_path / "whole", 14)) == ""
 
 
 def test_d12_no_state_of_a_generator_has_to_be_read_back(model, tmp_path):

@@ -71,7 +71,7 @@ def test_bar_starts_at_the_resumed_step_and_log_lines_appear_above_it(tmp_path: 
     assert "10/20" in said
     assert " 0/20" not in said
     assert "20/20" in said
-    assert "loss 2.0500  lr 1.00e-04  12.3k tok/s" in said
+    assert "loss 2.0500  lr 1.00e-04  12.3k tok/s  ETA 0:00" in said
     first_bar, warning, last_bar = said.index("10/20"), said.index("look out"), said.rindex("20/20")
     assert first_bar < warning < last_bar
     assert said.count("look out") == 1

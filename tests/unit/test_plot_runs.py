@@ -70,6 +70,12 @@ def test_one_run_goes_to_its_plots_directory(resumed: Path, capsys: pytest.Captu
     assert len(set(pixels(out))) > 16  # something is drawn
 
 
+def test_what_is_drawn_unless_keys_are_named(resumed: Path, tmp_path: Path) -> None:
+    assert main([str(resumed), "-o", str(tmp_path / "all.png")]) == 0
+    main([str(resumed), "-o", str(tmp_path / "named.png"), "--keys", "loss,lr,grad_norm,tokens_per_second"])
+    assert pixels(tmp_path / "all.png") == pixels(tmp_path / "named.png")
+
+
 def test_two_runs_where_the_second_lies_on_the_first_are_both_seen(resumed: Path, tmp_path: Path) -> None:
     train(tmp_path / "straight", 0, 20)
     runs = [tmp_path / "straight", resumed]
