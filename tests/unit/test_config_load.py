@@ -123,10 +123,17 @@ def test_k1_unknown_keys_in_files(toml, text: str, message: str):
         ("--no-data.pak", "no_data.pak (flag --no-data.pak): no such key"),
         ("--optim.lr.x=1", "optim.lr.x (flag --optim.lr.x): no such key"),
         ("--quantizaton", "the top level has: output_dir,"),
+        ("--data.train-on.0=user", "no such key; did you mean data.train_on?"),
+        ("--data.sources.00.path=x", "no such key; did you mean data.sources.0.path"),
     ],
 )
 def test_k1_unknown_keys_in_flags(flag: str, message: str):
     assert message in problems(flag)
+
+
+def test_a_wrong_entry_of_a_list_is_one_problem():
+    text = problems("--data.train-on=asistant")
+    assert text.startswith("a problem in the configuration\n  data.train_on.0 = ") and "empty" not in text
 
 
 def test_every_unknown_key_has_an_answer_and_every_answer_exists():

@@ -63,7 +63,15 @@ def origin_of(origins: Mapping[str, str], key: str) -> str:
 
 def explain(root: type[BaseModel], error: ValidationError, origins: Mapping[str, str]) -> list[Problem]:
     """pydantic's findings in our words."""
-    return [problem for detail in error.errors(include_url=False) for problem in _explain(root, detail, origins)]
+    details = error.errors(include_url=False)
+    places = [detail["loc"] for detail in details]
+    return [
+        problem
+        for detail in details
+        # pydantic drops the wrong entries of a list and then finds it too short
+        if not (detail["type"] == "too_short" and any(detail["loc"] == place[:-1] for place in places if place))
+        for problem in _explain(root, detail, origins)
+    ]
 
 
 def _explain(root: type[BaseModel], detail: ErrorDetails, origins: Mapping[str, str]) -> list[Problem]:

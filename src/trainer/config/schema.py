@@ -148,13 +148,18 @@ def lookup(root: type[BaseModel], key: Key) -> Shape | None:
     for segment in key:
         if shape.kind == "section" and shape.section and segment in shape.section.model_fields:
             shape = shape_of_field(shape.section, segment)
-        elif shape.kind == "sections" and segment.isdecimal():
+        elif shape.kind == "sections" and _is_index(segment):
             shape = Shape("section", section=shape.section)
-        elif shape.kind == "list" and segment.isdecimal():
+        elif shape.kind == "list" and _is_index(segment):
             shape = shape.item(int(segment))
         else:
             return None
     return shape
+
+
+def _is_index(segment: str) -> bool:
+    """Whether it is 0, 1, 2, …, each in one way of writing, so that a value has one key."""
+    return segment.isascii() and segment.isdecimal() and len(segment) <= max(1, 9 * (segment[0] != "0"))
 
 
 def all_keys(root: type[BaseModel], prefix: Key = ()) -> Iterator[Key]:
@@ -178,7 +183,9 @@ def nearest(root: type[BaseModel], key: Key) -> list[str]:
             segment = close[0]
         parent = (*parent, segment)
     if lookup(root, (*parent, name)) is not None and len(parent) == len(parents):
-        return [dotted((*parent, name))]
+        values = lookup(root, parent)
+        is_item = values is not None and values.kind == "list"  # which is only written as a whole
+        return [dotted(parent if is_item else (*parent, name))]
 
     siblings = _children(root, parent)
     everywhere = list(all_keys(root))
