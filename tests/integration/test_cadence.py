@@ -1,5 +1,6 @@
 """When a run saves: by step, by micro-step, at named steps, at its end; on data with a known number of batches."""
 
+import json
 import os
 from pathlib import Path
 
@@ -133,6 +134,21 @@ def test_d1_a_run_saved_at_an_epochs_end_goes_on_with_the_next_epoch(workers, tm
     assert [row["step"] for row in metrics(run_dir)] == list(range(1, 31))
     assert samples(run_dir) == samples(whole)
     assert differences(checkpoint(run_dir, 30), checkpoint(whole, 30)) == ""
+
+
+def test_c6_a_short_cycle_logs_what_a_whole_one_does(tmp_path):
+    """Ten equal documents in cycles of 4, 4 and 2 micro-steps, weights that stay as they are: one loss, one gradient norm."""
+    talk = [{"role": "user", "content": "Are you a robot?"}, {"role": "assistant", "content": "On weekdays."}]
+    (tmp_path / "same.jsonl").write_text(10 * (json.dumps({"messages": talk}) + "\n"))
+    flags = ["--data.sources.0.path", tmp_path / "same.jsonl", "--data.cache-dir", tmp_path / "cache", "--data.no-pack"]
+    flags += ["--data.val-documents=0", "--val.interval=0", "--ckpt.interval=0", "--no-ckpt.export-weights"]
+    flags += ["--data.batch-size=4", "--data.micro-batch-size=1", "--data.epoch-end=flush", "--max-steps=3"]
+    flags += ["--optim.lr=1e-30"]
+    sft(tmp_path / "run", *flags)
+    rows = metrics(tmp_path / "run")
+    assert [row["samples"] for row in rows] == [4, 8, 10]
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in rows] == pytest.approx([rows[0][key]] * 3, rel=1e-6)
 
 
 @pytest.mark.parametrize("micro", [8, 4, 2])
