@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.corpora import batch_ids, corpus_of, row_ids
 from trainer.config.data import DataConfig, SourceConfig
 from trainer.data.corpus import Corpus
-from trainer.data.loader import BatchLoader
+from trainer.data.loader import READ_AHEAD_TOKENS, BatchLoader
 from trainer.errors import CheckpointMismatch, DataError
 
 
@@ -230,6 +230,23 @@ def test_a_batch_that_cannot_be_made_costs_none_before_it(monkeypatch):
     assert loader.state_dict()["cursor"]["batch"] == 5
     with pytest.raises(DataError, match="cannot be read"):
         loaders_of(corpus, config, state=loader.state_dict())[0].next_batch()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pack": True, "seq_len": 2**13, "batch_size": 1},
+        {"pack": True, "seq_len": 512, "batch_size": 32, "micro_batch_size": 32, "epoch_end": "flush"},
+        {"pack": False, "seq_len": 2**13, "batch_size": 32, "micro_batch_size": 32, "epoch_end": "flush"},
+    ],
+)
+def test_rows_that_are_nearly_empty_are_not_laid_out_far_ahead(settings):
+    """A few short documents in long rows: gigabytes of padding before the first step, if only tokens counted."""
+    corpus = corpus_of([3] * 4, seq_len=settings["seq_len"])
+    (loader,) = loaders_of(corpus, config_of(**settings))
+    first = loader.next_batch().micro_batches[0].input_ids
+    made_together = first.untyped_storage().nbytes() // (3 * first.element_size())
+    assert first.numel() <= made_together <= READ_AHEAD_TOKENS + first.numel()
 
 
 def test_flush_ends_an_epoch_with_a_shorter_batch():

@@ -231,6 +231,15 @@ def row_width(longest_tokens: int, seq_len: int) -> int:
     return min(seq_len, -(-max(1, longest_tokens) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
 
 
+def laid_out_tokens(corpus: Documents, spec: BatchSpec, *, pack: bool) -> int:
+    """Returns how many tokens this rank's rows of a batch have at most once they are laid out, padding included."""
+    rows = sum(map(len, spec.micro_rows))
+    if pack or not rows:
+        return rows * corpus.seq_len
+    documents = np.concatenate([row for micro in spec.micro_rows for row in micro])
+    return rows * row_width(int(corpus.lengths[documents].max(initial=1)), corpus.seq_len)
+
+
 def _widths(micro_rows: list[list[Int64]], used: Int64, seq_len: int, pack: bool) -> list[int]:
     if pack:
         return [seq_len] * len(micro_rows)

@@ -18,7 +18,7 @@ from trainer.config.compare import within
 from trainer.config.data import DataConfig
 from trainer.core.log import logger
 from trainer.core.signals import ignore_in_worker
-from trainer.data.batch import BatchSpec, GlobalBatch, HostBatch, assemble, assemble_all, split_rows
+from trainer.data.batch import BatchSpec, GlobalBatch, HostBatch, assemble, assemble_all, laid_out_tokens, split_rows
 from trainer.data.corpus import Corpus, Int64
 from trainer.data.epoch import EpochPlan, plan_epoch
 from trainer.data.mixture import mixture_weights, shares
@@ -158,7 +158,8 @@ class _InProcess:
         tokens = 0
         for item in self.sampler:
             ahead.append(item)
-            tokens += item[0].tokens
+            # Padding counts: rows may hold next to nothing.
+            tokens += max(item[0].tokens, laid_out_tokens(self.corpus, item[0], pack=self.pack))
             if tokens >= READ_AHEAD_TOKENS:
                 yield from self._made(ahead)
                 ahead, tokens = [], 0
