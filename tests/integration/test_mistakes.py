@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from functools import partial
 
 import pytest
 
@@ -10,6 +11,7 @@ from support.checkpoints import Run
 from support.models import save_reference
 from support.runs import REPO, metrics, sft
 from trainer.errors import CheckpointMismatch, ConfigError, DataError, ModelError, TrainingError
+from trainer.models.parallelize import compile_blocks
 
 TINY = REPO / "configs/debug/assets/tiny-llama"
 SHORT = ["--max-steps=2", "--scheduler.warmup-steps=0", "--val.interval=0", "--ckpt.interval=0"]
@@ -31,6 +33,16 @@ def test_memory_that_runs_out(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.sft.train.cross_entropy", greedy)
     with pytest.raises(TrainingError, match="(?s)out of memory: .*data.micro_batch_size.*activation_checkpointing"):
         sft(tmp_path / "run", *SHORT)
+
+
+def test_a_compilation_that_fails(tmp_path, monkeypatch):
+    def backend(graph, inputs):
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr("trainer.models.build.compile_blocks", partial(compile_blocks, backend=backend))
+    with pytest.raises(TrainingError, match="torch.compile fails here: .*No working C.. compiler.*--model.compile off"):
+        sft(tmp_path / "run", *SHORT, "--model.compile=on")
+    assert "Traceback" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
 
 
 def test_errors_of_the_code_keep_their_traceback(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ Recomputation wraps a block's forward, compilation wraps that, and FSDP's hooks 
 gathered before a block is entered, in forward and again in backward, and never inside a recomputed region.
 """
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -34,6 +35,12 @@ def compile_blocks(model: CausalLM, backend: str = "inductor") -> None:
     """Compiles each block's forward; all blocks have one shape of code, so the second one is found in the cache."""
     for block in model.blocks:
         block.forward = torch.compile(block.forward, backend=backend)
+
+
+def has_failed_to_compile(error: BaseException) -> bool:
+    """Whether the error says that torch.compile could not compile, as where there is no compiler for what it writes."""
+    exceptions = sys.modules.get("torch._dynamo.exc")  # imported by whatever compiles; takes a second
+    return exceptions is not None and isinstance(error, exceptions.TorchDynamoException)
 
 
 def shard(model: CausalLM, mesh: DeviceMesh) -> None:

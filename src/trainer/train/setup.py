@@ -25,6 +25,7 @@ from trainer.errors import CorruptCheckpoint, LaunchError, TrainerError, Trainin
 from trainer.models.base import CausalLM
 from trainer.models.build import build_model, check_model
 from trainer.models.hf import export_hf
+from trainer.models.parallelize import has_failed_to_compile
 from trainer.models.roles import parameter_roles
 from trainer.models.state import ModelState
 from trainer.models.tokenizer import load_tokenizer, vocabulary_rows
@@ -58,6 +59,7 @@ def start(loaded: Loaded[C], recipe: Recipe, *, owns_process: bool = False) -> I
     device = devices.select_device(config.runtime.device, world)
     devices.configure(device, threads=config.runtime.threads, deterministic=config.runtime.deterministic, world=world)
     with (
+        _compilation_that_fails(),
         _memory_that_runs_out(),
         distributed.process_group(device, config.runtime.timeout_seconds),
         rundir.opened(config) as run_dir,
@@ -90,6 +92,21 @@ def finish(run: Run) -> int:
             export_hf(run.model, run.config.model.name, out_dir, tokenizer=run.tokenizer)
         logger.info(f"weights exported to {out_dir}")
     return 0
+
+
+@contextmanager
+def _compilation_that_fails() -> Iterator[None]:
+    """Tells of it in words, wherever in the block it happens; compilers are started by the first step."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not has_failed_to_compile(error):
+            raise
+        cause = getattr(error, "inner_exception", error)
+        raise TrainingError(
+            f"torch.compile fails here: {first_line(cause)}. The log holds all of it. Install the compiler "
+            "it wants, or train without it: --model.compile off"
+        ) from error
 
 
 @contextmanager
