@@ -132,6 +132,18 @@ def test_what_no_run_has_written_is_never_replaced(name, tmp_path):
     assert own.read_text() == "mine" and not (tmp_path / "run.json").exists()
 
 
+@pytest.mark.parametrize("inside", ["", "fork"])
+@pytest.mark.parametrize("flags", [(), ("--resume",), ("--resume.if-exists",), ("--overwrite",)])
+def test_a_checkpoint_is_no_place_for_a_run(inside, flags, tmp_path, whole):
+    """Such as --output-dir run/checkpoints/step_00000005 --resume.if-exists: retention would remove the run with it."""
+    shutil.copytree(whole, tmp_path / "run")
+    step_dir = checkpoint(tmp_path / "run", 4)
+    before = sorted(step_dir.rglob("*"))
+    with pytest.raises(LaunchError, match=r"lies in a checkpoint, .*--resume\.step \d+, or --resume\.dir"):
+        sft(step_dir / inside, *FLAGS, *flags)
+    assert sorted(step_dir.rglob("*")) == before
+
+
 def test_a_run_that_failed_before_its_first_step_can_be_started_again(tmp_path, whole):
     with pytest.raises(DataError):
         sft(tmp_path / "run", *FLAGS, "--data.sources.0.path", str(tmp_path / "gone.jsonl"))

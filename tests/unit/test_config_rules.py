@@ -170,3 +170,15 @@ def test_rules_about_steps_are_checked_again_when_epochs_are_known():
         check_steps(config, 89)
     with pytest.raises(ConfigError, match="^2 problems(.|\n)*the warmup outlasts the run"):
         check_steps(config, 59)
+
+
+@pytest.mark.parametrize(
+    ("root", "flags"),
+    [
+        (SFTConfig, [*BASE, "--data.sources.0.weight"]),
+        (RLConfig, ["--model.name=m", "--max-steps=100", "--envs.0.name=sort", "--envs.0.weight"]),
+    ],
+)
+def test_weights_whose_sum_would_be_no_number_are_refused(root, flags):
+    with pytest.raises(ConfigError, match=r"weight = 1.7e\+308 .*expected a number > 0 and <= 1e\+100"):
+        load_config(root, [*flags, "1.7e308"])

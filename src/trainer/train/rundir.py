@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from trainer.checkpoint.paths import MANIFEST, step_of
 from trainer.config.dump import dump_toml
 from trainer.config.rules import is_fork
 from trainer.config.run import RunConfig
@@ -42,6 +43,7 @@ def opened(config: RunConfig) -> Iterator[Path]:
 def _prepare(config: RunConfig, lock: DirectoryLock) -> Path:
     run_dir = Path(config.output_dir)
     try:
+        _refuse_a_checkpoint(run_dir)
         _refuse_another_run(config, run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         _hold(lock, run_dir)
@@ -71,6 +73,19 @@ def _refuse_another_run(config: RunConfig, run_dir: Path) -> None:
             f"{run_dir} already holds a run. Continue it with --resume, move it aside with --overwrite, "
             f"or choose another --output-dir"
         )
+
+
+def _refuse_a_checkpoint(run_dir: Path) -> None:
+    """A run within a checkpoint would be removed with it."""
+    inside = run_dir.resolve()
+    for place in (inside, *inside.parents):
+        step = step_of(place.name)
+        if step is not None and (place / MANIFEST).exists():
+            raise LaunchError(
+                f"{run_dir} lies in a checkpoint, {place}, and would go with it when that is not kept any more; to go on from it "
+                f"give its run's directory as --output-dir, with --resume.step {step}, or --resume.dir {place} and another "
+                "--output-dir"
+            )
 
 
 def _refuse_what_is_no_run(run_dir: Path) -> None:
