@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.config.arguments import parse_arguments
 from trainer.config.base import Section
 from trainer.config.load import load_config
 from trainer.config.run import RunConfig
@@ -242,3 +243,11 @@ def test_any_text_arrives_unchanged(text: str):
 def test_numbers_arrive_unchanged(count: int, rate: float):
     config = load("--count", str(count), "--rate", repr(rate))
     assert (config.count, config.rate) == (count, rate)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[" + "9" * 5000 + "]"])
+def test_json_that_python_will_not_read_is_told(text):
+    with pytest.raises(ConfigError, match="is not JSON"):
+        load("--entries", text)
+    with pytest.raises(ConfigError, match="is not JSON"):
+        parse_arguments([f"x={text}"], "optim.args")

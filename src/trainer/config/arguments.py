@@ -22,9 +22,9 @@ def parse_arguments(texts: Sequence[str], key: str) -> dict[str, Any]:
         name, separator, value = text.partition("=")
         try:
             parsed = json.loads(value)
-        except json.JSONDecodeError as error:
-            problem = f"{value!r} is not JSON ({error})" if separator else "there is no '='"
-            raise ConfigError(f"{key}: {text!r} is not name=value: {problem}") from error
+        except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or brackets without end
+            problem = f"{value[:80]!r} is not JSON ({error})" if separator else "there is no '='"
+            raise ConfigError(f"{key}: {text[:80]!r} is not name=value: {problem}") from error
         if name.strip() in arguments:
             raise ConfigError(f"{key}: {name.strip()!r} is given twice")
         arguments[name.strip()] = parsed

@@ -171,8 +171,8 @@ def _list(flag: str, text: str, shape: Shape) -> list[Any]:
 def _json(flag: str, text: str, shape: Shape) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise _Wrong(flag, f"{text!r} is not JSON ({error}); expected {shape.expects()}") from error
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or brackets without end
+        raise _Wrong(flag, f"{text[:80]!r} is not JSON ({error}); expected {shape.expects()}") from error
 
 
 def scalar(shape: Shape, text: str) -> Any:
@@ -189,6 +189,6 @@ def scalar(shape: Shape, text: str) -> Any:
                 return next((choice for choice in shape.choices if str(choice) == text), text)
             case "any":
                 return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     return text
