@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.corpora import batch_ids, corpus_of, row_ids
 from trainer.config.data import DataConfig, SourceConfig
 from trainer.data.corpus import Corpus
-from trainer.data.loader import READ_AHEAD_TOKENS, BatchLoader
+from trainer.data.loader import READ_AHEAD_BATCHES, READ_AHEAD_TOKENS, BatchLoader
 from trainer.errors import CheckpointMismatch, DataError
 
 
@@ -245,8 +245,19 @@ def test_rows_that_are_nearly_empty_are_not_laid_out_far_ahead(settings):
     corpus = corpus_of([3] * 4, seq_len=settings["seq_len"])
     (loader,) = loaders_of(corpus, config_of(**settings))
     first = loader.next_batch().micro_batches[0].input_ids
-    made_together = first.untyped_storage().nbytes() // (3 * first.element_size())
-    assert first.numel() <= made_together <= READ_AHEAD_TOKENS + first.numel()
+    assert first.numel() <= tokens_made_with(first) <= READ_AHEAD_TOKENS + first.numel()
+
+
+def test_tiny_batches_are_not_planned_for_thousands_of_steps():
+    """On a toy data set these were hundreds of epochs before the first step."""
+    (loader,) = loaders_of(corpus_of([2] * 8, seq_len=2), config_of(pack=True, seq_len=2, batch_size=1))
+    first = loader.next_batch().micro_batches[0].input_ids
+    assert first.numel() == 2 and tokens_made_with(first) == 2 * READ_AHEAD_BATCHES
+
+
+def tokens_made_with(input_ids: torch.Tensor) -> int:
+    """How many tokens were laid out in the memory that this batch lies in."""
+    return input_ids.untyped_storage().nbytes() // (3 * input_ids.element_size())
 
 
 def test_flush_ends_an_epoch_with_a_shorter_batch():

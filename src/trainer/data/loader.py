@@ -28,6 +28,8 @@ NEVER = 2**31  # torchdata's own snapshots are not used: they depend on the numb
 READ_AHEAD_TOKENS = 2**14
 """Batches that are smaller are made several at a time: a small one takes longer to prepare than to lay out, the more so right
 after a step, when neither code nor data are in the processor's cache."""
+READ_AHEAD_BATCHES = 32
+"""And so many at most: tiny ones would be thousands, of hundreds of epochs."""
 _KEEPS_ROWS = {"data.batch_size", "data.epoch_end"}  # settings that cut the sequence of rows differently, nothing else
 
 
@@ -160,7 +162,7 @@ class _InProcess:
             ahead.append(item)
             # Padding counts: rows may hold next to nothing.
             tokens += max(item[0].tokens, laid_out_tokens(self.corpus, item[0], pack=self.pack))
-            if tokens >= READ_AHEAD_TOKENS:
+            if tokens >= READ_AHEAD_TOKENS or len(ahead) == READ_AHEAD_BATCHES:
                 yield from self._made(ahead)
                 ahead, tokens = [], 0
 
