@@ -22,7 +22,7 @@ BROKEN = [
     ("--model.attention=varlen --model.dtype=float32", 'use model.dtype = "bfloat16"'),
     ("--model.attention=varlen --model.impl=hf", "belongs to model.impl"),
     ("--ckpt.interval=30 --ckpt.keep-every=100", "must be a multiple of ckpt.interval"),
-    ("--ckpt.at=50,101", "ckpt.at names a step behind the end"),
+    ("--ckpt.at=50,101", "ckpt.at names a step beyond the end"),
     ("--ckpt.skip-optimizer", "this is none: add --resume"),
     ("--ckpt.skip-scheduler --resume.if-exists", "every further start would leave it out again"),
     ("--ckpt.skip-progress --resume", "set another output_dir"),
@@ -35,7 +35,7 @@ BROKEN = [
     ("--scheduler.type=cosine --scheduler.decay-steps=10", "a cosine schedule has no decay_steps"),
     ("--scheduler.type=constant --scheduler.decay-steps=10", "a constant schedule has no decay_steps"),
     ("--scheduler.min-lr=1e-3", "must not exceed the peak"),
-    ("--stop-step=101", "stop_step lies behind the end"),
+    ("--stop-step=101", "stop_step lies beyond the end"),
     ("--optim.momentum=0.9", 'belongs to optim.type = "sgd"'),
     ("--optim.type=sgd --optim.betas=0.9,0.99", 'belong to optim.type = "adamw"'),
     ("--optim.type=sgd --optim.eps=1e-6", 'optim.eps belongs to optim.type = "adamw"'),
@@ -166,7 +166,7 @@ def test_rules_about_steps_are_checked_again_when_epochs_are_known():
     flags = "--max-steps=none --epochs=2 --scheduler.warmup-steps=60 --stop-step=90"
     config = load_config(SFTConfig, [*BASE, *flags.split()]).config
     check_steps(config, 90)
-    with pytest.raises(ConfigError, match="stop_step lies behind the end of the run.*max_steps is 89, from epochs"):
+    with pytest.raises(ConfigError, match="stop_step lies beyond the end of the run.*max_steps is 89, from epochs"):
         check_steps(config, 89)
     with pytest.raises(ConfigError, match="^2 problems(.|\n)*the warmup outlasts the run"):
         check_steps(config, 59)

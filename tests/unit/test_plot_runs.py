@@ -98,7 +98,7 @@ def test_keys_choose_the_panels_and_superseded_adds_rows(resumed: Path, tmp_path
 def test_steps_that_are_not_finite_are_marked(tmp_path: Path) -> None:
     train(tmp_path / "good", 0, 20)
     train(tmp_path / "bad", 0, 20, bad_steps=(7, 8))
-    good = plot_runs([tmp_path / "good"], tmp_path / "good.png", keys=["loss"], labels=["x"])
+    good = plot_runs([str(tmp_path / "good")], str(tmp_path / "good.png"), keys=["loss"], labels=["x"])
     bad = plot_runs([tmp_path / "bad"], tmp_path / "bad.png", keys=["loss"], labels=["x"])
     assert _reddish(bad) > 20 > _reddish(good)
 

@@ -86,7 +86,10 @@ def _run_rules(c: "RunConfig") -> Iterator[Broken]:
         extra = " (random_init reads its config.json)" if c.model.random_init else ""
         yield Broken(("model.name",), f"model.name is required: a local model directory or a hub name{extra}")
     if (c.max_steps is None) == (c.epochs is None):
-        yield Broken(("max_steps", "epochs"), "set exactly one of max_steps and epochs")
+        yield Broken(
+            ("max_steps", "epochs"),
+            "set exactly one of max_steps and epochs; a flag takes back what a file sets: --epochs none",
+        )
     if c.parallel.dp_shard == 0:
         yield Broken(
             ("parallel.dp_shard",), "parallel.dp_shard must be -1 (all ranks of a replica group) or a number of ranks"
@@ -127,10 +130,10 @@ def _step_rules(c: "RunConfig", max_steps: int | None) -> Iterator[Broken]:
     if c.stop_step is not None and c.stop_step > max_steps:
         yield Broken(
             ("stop_step", "max_steps"),
-            "stop_step lies behind the end of the run: lower it, or unset it to train to max_steps",
+            "stop_step lies beyond the end of the run: lower it, or unset it to train to max_steps",
         )
     if any(step > max_steps for step in c.ckpt.at):
-        yield Broken(("ckpt.at", "max_steps"), "ckpt.at names a step behind the end of the run: leave it out")
+        yield Broken(("ckpt.at", "max_steps"), "ckpt.at names a step beyond the end of the run: leave it out")
 
 
 def _schedule_rules(c: "RunConfig", max_steps: int | None) -> Iterator[Broken]:

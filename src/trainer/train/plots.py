@@ -77,8 +77,8 @@ def _resumes(events: list[Row]) -> list[int]:
 
 
 def plot_runs(
-    runs: Sequence[Path],
-    out: Path,
+    runs: Sequence[Path | str],
+    out: Path | str,
     *,
     keys: Sequence[str] = DEFAULT_KEYS,
     superseded: bool = False,
@@ -93,8 +93,9 @@ def plot_runs(
 
     Raises ``DataError`` for a run without metrics, a key that no run has, or an ``out`` that cannot be written.
     """
-    names = labels if labels is not None else _labels(runs)
-    histories = [load_run(Path(run), name) for run, name in zip(runs, names, strict=True)]
+    out, places = Path(out), [Path(run) for run in runs]
+    names = labels if labels is not None else _labels(places)
+    histories = [load_run(run, name) for run, name in zip(places, names, strict=True)]
     keys = _present(keys, histories)
     import matplotlib
 
