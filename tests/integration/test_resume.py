@@ -103,11 +103,14 @@ def test_extending_max_steps_never_makes_the_lr_climb(tmp_path):
     sft(run_dir, "--resume", "--scheduler.type", "cosine", "--scheduler.min-lr", "1e-4", "--max-steps", "13")
     rows = {row["step"]: row["lr"] for row in metrics(run_dir) if row["step"]}
     assert [rows[step] for step in (11, 12, 13)] == pytest.approx([1e-4] * 3)
+    told = "the checkpoint's schedule ends at step 10: steps 11 to 13 run at its last lr, 1.00e-04; --resume.override scheduler"
+    assert told in (run_dir / "logs" / "rank_0.log").read_text()
     longer = ["--scheduler.type", "cosine", "--scheduler.min-lr", "1e-4", "--max-steps", "16"]
     sft(tmp_path / "longer", "--resume.dir", checkpoint(run_dir, 10), *longer, "--resume.override", "scheduler")
     rows = {row["step"]: row["lr"] for row in metrics(tmp_path / "longer")}
     cosine = Schedule("cosine", 16, warmup_steps=2, min_factor=1e-4 / 3e-3)
     assert [rows[step] for step in range(11, 17)] == [3e-3 * cosine.factor(step - 1) for step in range(11, 17)]
+    assert "schedule ends" not in (tmp_path / "longer" / "logs" / "rank_0.log").read_text()
 
 
 def test_a8_weights_of_a_run_are_a_start_and_no_resume(whole, tmp_path):

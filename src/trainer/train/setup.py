@@ -364,4 +364,18 @@ def _announce(run: Run, plan: ResumePlan, checkpoint: Checkpoint | None) -> None
         )
         for difference in plan.differences:
             logger.info(f"  {difference}")
+        _warn_of_steps_past_the_schedule(run)
     logger.info(f"training to step {run.last_step} of {run.max_steps}; {run.run_dir}/metrics.jsonl")
+
+
+def _warn_of_steps_past_the_schedule(run: Run) -> None:
+    """A run that was made longer trains on at the last lr of the checkpoint's schedule, often zero, and looks healthy."""
+    schedule = run.schedule.schedule
+    end = schedule.start_step + schedule.total_steps
+    if schedule.type == "constant" or run.last_step <= end:
+        return
+    last = run.optimizer.param_groups[0]["initial_lr"] * schedule.factor(end)
+    logger.warning(
+        f"the checkpoint's schedule ends at step {end}: steps {max(end, run.progress.step) + 1} to {run.last_step} run at its "
+        f"last lr, {last:.2e}; --resume.override scheduler stretches it to this run's length"
+    )
