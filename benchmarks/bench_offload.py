@@ -56,10 +56,8 @@ def run(options: Options) -> Result:
                         "threads": threads,
                         "ours": nanoseconds(blocks["ours"]),
                         "reference": nanoseconds(blocks["reference"]),
-                        "ratio": round(ratio.median, 4),
-                        "ratio_low_quartile": round(ratio.low, 4),
-                        "ratio_high_quartile": round(ratio.high, 4),
                     }
+                    | ratio.summary()
                 )
                 where = f"{threads} thread{'s' if threads > 1 else ''}"
                 limit = bound if threads == max(options.threads) else None

@@ -1,10 +1,13 @@
 """The base of every config section: strict types, unknown keys are errors, values are frozen once loaded."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from trainer.config.schema import shape_of_field
+
+Weight = Annotated[float, Field(gt=0.0, le=1e100)]
+"""A share relative to others; bounded, so that their sum is a number."""
 
 
 class Section(BaseModel):

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from trainer.config.base import Section
+from trainer.config.base import Section, Weight
 
 
 class SourceConfig(Section):
@@ -16,7 +16,7 @@ class SourceConfig(Section):
     """Split of a Hugging Face data set; ignored for files."""
     subset: str | None = None
     """Configuration name of a Hugging Face data set; ignored for files."""
-    weight: float | None = Field(default=None, gt=0.0, le=1e100)
+    weight: Weight | None = None
     """Share of this source in the mix, relative to the other weights. Without any, every row is seen once an epoch."""
     format: Literal["auto", "messages", "completion", "text"] = "auto"
     """Row layout: `messages` (+`tools`), `prompt`+`completion`, or `text`; "auto" looks at the first row's keys."""

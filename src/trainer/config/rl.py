@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from trainer.config.base import Section
+from trainer.config.base import Section, Weight
 from trainer.config.data import MeasureConfig
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -16,7 +16,7 @@ class EnvConfig(Section):
     name: str = Field(min_length=1)
     """Built in: "reverse-text", "arithmetic", "sort". "reasoning-gym:TASK" and "verifiers:TASKSET" need those packages.
     Your own: "package.module:Class" or "path/to/file.py:Class"."""
-    weight: float = Field(default=1.0, gt=0.0, le=1e100)
+    weight: Weight = 1.0
     """Share of the prompts, relative to the other environments' weights."""
     args: tuple[str, ...] = ()
     """Arguments of the environment as "name=value", each value JSON, such as ["min_length=3", "max_length=6"]."""
