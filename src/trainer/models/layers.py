@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.kernels.attention import AttentionPlan
+from trainer.kernels.rms_norm import rms_norm
 from trainer.models.rope import rotate
 from trainer.models.spec import DecoderSpec
 
@@ -20,7 +21,7 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight; the division in float32, the product in x's dtype (as transformers rounds)."""
+    """x / rms(x) * weight over the last dimension."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -28,9 +29,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight.to(x.dtype) * normed.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
