@@ -41,7 +41,7 @@ def linear_logprobs(
         targets: [N] int64 in [0, V), or -100.
         temperature: positive; the one that tokens were sampled with.
         entropy: compute the second result.
-        chunk_tokens: tokens whose logits are held at once; by default as many as give a 32 MiB buffer, at least 256.
+        chunk_tokens: tokens whose logits are held at once; by default as many as give a 28 MiB buffer, at least 256.
             It changes the results by rounding only.
 
     Returns:

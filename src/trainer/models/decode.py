@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from trainer.errors import ModelError
 from trainer.kernels.attention import AttentionShape, plan_attention
+from trainer.kernels.rotary import rotate
 from trainer.models.base import CausalLM
 from trainer.models.decoder import Decoder
 from trainer.models.hf_model import HFModel
-from trainer.models.rope import rotate
 from trainer.models.served import (
     Affine,
     DecoderWeights,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainer.kernels.attention import AttentionPlan
 from trainer.kernels.rms_norm import rms_norm
-from trainer.models.rope import rotate
+from trainer.kernels.rotary import rotate
 from trainer.models.spec import DecoderSpec
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies of every scaling type, and the rotation."""
+"""Rotary position embedding: frequencies of every scaling type."""
 
 import math
 
@@ -54,13 +54,6 @@ class Rotary(nn.Module):
         factor = self.spec.rope.factor
         base = self.spec.rope.theta * (factor * length / self.spec.max_positions - (factor - 1)) ** (dim / (dim - 2))
         return 1.0 / base ** (_pairs(dim).to(position_ids.device) / dim)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns x [rows, T, heads, head_dim] with pair (i, i + head_dim / 2) turned by its angle (the Hugging Face layout
-    of Su et al., 2021, https://arxiv.org/abs/2104.09864)."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def inverse_frequencies(spec: DecoderSpec) -> tuple[Tensor, float]:
