@@ -71,7 +71,8 @@ def test_a_stop_at_once_goes_back_to_the_boundary_with_the_batch_in_hand(step, f
     """ckpt.on_signal = "now": weights and place are those of the last boundary, and what was generated since comes again."""
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     assert rl_stopped(whole, *flags) == 0
-    assert rl_stopped(run_dir, *flags, *NOW, plan=[("train", step, 2, "SIGTERM")]) == 143
+    micro_step = 1 if "--rl.filter-equal" in flags else 2  # what is left of a filtered batch may be two, and 2 its last
+    assert rl_stopped(run_dir, *flags, *NOW, plan=[("train", step, micro_step, "SIGTERM")]) == 143
     manifest = read_manifest(checkpoint(run_dir, step - 1))
     assert (manifest.step, manifest.micro_step) == (step - 1, 0)
     assert [row["step"] for row in metrics(run_dir)] == list(range(step))

@@ -24,6 +24,7 @@ from trainer.rl.types import Message, Prompt
 _JOIN_SECONDS = (
     1.0  # for each of these that a call lasts another process joins in, so quick scoring starts no second one
 )
+_SHORTEST_CALL = 0.05  # seconds; waiting may end a little early, and what then is left is no time for an answer
 _WARNINGS = 5  # failures told one by one, per environment
 
 
@@ -178,7 +179,7 @@ class Scorer:
     def _reply(self, round_: "_Round", prompt: Prompt, messages: Sequence[Message]) -> _Reply:
         process = self._idle.get()
         try:
-            if time.monotonic() >= round_.deadline:
+            if time.monotonic() >= round_.deadline - _SHORTEST_CALL:
                 return {"error": f"{round_.task}() was not called: {round_.used_up}"}
             return process.ask(self.environments[prompt.env], round_.task, prompt, messages, round_.deadline)
         finally:
