@@ -11,7 +11,7 @@ from trainer.data.loader import READ_AHEAD_TOKENS
 OVERHEAD_BOUND = 0.97
 FULL_LOGITS_BOUND = 1.1
 BLOCK_TOKENS = READ_AHEAD_TOKENS  # so that each block has its share of what our loop does only now and then
-PROCESSES = 2  # of each case: a single one was seen to favour one loop by several percent, others of its kind did not
+PROCESSES = 2  # of each case, so that no ratio hangs on how one process came to lie in memory
 LOOPS = ("ours", "bare chunked", "bare full logits")
 
 

@@ -80,7 +80,8 @@ def test_only_the_gradients_that_are_wanted_are_computed(wanted):
     assert found is not None and torch.equal(found, expected) and other is None
 
 
-def test_backward_keeps_the_input_and_one_number_per_row():
+@pytest.mark.parametrize("function, of_its_size", [(rms_norm, 1), (rms_norm_reference, 2)])
+def test_backward_keeps_the_input_once_and_one_number_per_row(function, of_its_size):
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -89,5 +90,6 @@ def test_backward_keeps_the_input_and_one_number_per_row():
 
     x, weight, _ = (t.requires_grad_() for t in _inputs(32, 16, dtype=torch.float32))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        rms_norm(x, weight, 1e-5)
-    assert sorted(kept.values()) == [16, 32, 32 * 16]
+        y = function(x, weight, 1e-5)
+    assert y.requires_grad
+    assert sorted(kept.values()) == [16, 32, *[32 * 16] * of_its_size]

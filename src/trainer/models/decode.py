@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trainer.errors import ModelError
 from trainer.kernels.attention import AttentionShape, plan_attention
+from trainer.kernels.rms_norm import rms_norm
 from trainer.kernels.rotary import rotate
 from trainer.models.base import CausalLM
 from trainer.models.decoder import Decoder
@@ -270,10 +271,9 @@ def _add_linear(x: Tensor, input: Tensor, affine: Affine) -> None:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.dtype == torch.float32:
+    if x.dtype == torch.float32:  # one call, which counts for a few rows; in 16 bits it would round otherwise
         return F.rms_norm(x, weight.shape, weight, eps)
-    wide = x.float()  # rounded as `models.layers.RMSNorm` rounds
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return rms_norm(x, weight, eps)
 
 
 class RereadDecoding(Decoding):
