@@ -196,6 +196,36 @@ def test_when_nothing_helps_every_server_and_reason_is_named():
         assert nobody.url in str(caught.value) and "refused" in str(caught.value)
 
 
+def test_a_request_that_failed_at_one_server_goes_to_the_other_though_both_rest():
+    """The other has failed somebody else's request, and later: it has rested for a shorter time."""
+    a, b, b_failed = ServerClient("http://a", 1.0), ServerClient("http://b", 1.0), threading.Event()
+    asked: dict[int, list[ServerClient]] = {1: [], 2: []}
+
+    def ask(server: ServerClient, number: int) -> str:
+        asked[number].append(server)
+        if len(asked[number]) == 1:
+            others = asked[3 - number]
+            while not others:  # each request is at a server of its own
+                time.sleep(0.001)
+            if server is b:
+                while pool._rests_until[a.url] == 0.0:  # a fails first
+                    time.sleep(0.001)
+                b_failed.set()
+            raise ServerError(server.url, "made up")
+        return server.url
+
+    class Pair(Pool):
+        def _pause(self, deadline: float) -> float:
+            assert b_failed.wait(60)
+            while not all(self._rests_until.values()):
+                time.sleep(0.001)
+            return 0.0
+
+    pool = Pair([a, b], at_once=2, patience_seconds=60.0)
+    assert sorted(pool.map(ask, [1, 2])) == ["http://a", "http://b"]
+    assert all(first is not second for first, second in asked.values())
+
+
 def test_a_closed_pool_sends_nothing_more():
     """A thread that generates ahead would else go through all it has left, while the run waits for it to end."""
     with StandIn(delay_seconds=0.02) as a:

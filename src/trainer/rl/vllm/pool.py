@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TypeVar
 
@@ -68,7 +68,7 @@ class Pool:
         while True:
             if self._closed.is_set():
                 raise TrainingError("a request was broken off: the engine is closed") from last
-            server = self._choose()
+            server = self._choose(reasons)
             try:
                 return ask(server, item)
             except ServerError as error:
@@ -93,15 +93,16 @@ class Pool:
                     "Is it running? A launched server's own words are in logs/vllm.log of the run."
                 ) from last
 
-    def _choose(self) -> ServerClient:
-        """Returns the least busy server among those that do not rest, or else the one that has rested longest."""
+    def _choose(self, failed: Collection[str]) -> ServerClient:
+        """Returns the least busy server among those that do not rest, or else the one that has rested longest.
+
+        Either way, those that have failed this request come after those that have not.
+        """
         with self._lock:
             now = time.monotonic()
             awake = [server for server in self._servers if self._rests_until[server.url] <= now]
-            if awake:
-                chosen = min(awake, key=lambda server: self._under_way[server.url])
-            else:
-                chosen = min(self._servers, key=lambda server: self._rests_until[server.url])
+            order = self._under_way if awake else self._rests_until
+            chosen = min(awake or self._servers, key=lambda server: (server.url in failed, order[server.url]))
             self._under_way[chosen.url] += 1
             return chosen
 
