@@ -57,10 +57,13 @@ def test_clipping(max_norm):
     parameters = [torch.nn.Parameter(torch.zeros(t.shape)) for t in gradients()] + [torch.nn.Parameter(torch.zeros(3))]
     for parameter, gradient in zip(parameters, gradients(), strict=False):
         parameter.grad = gradient
+    versions = [parameter.grad._version for parameter in parameters[:-1]]
     norm = clip_gradients(parameters, max_norm)
     factor = torch.ones(()) if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     assert all(torch.equal(p.grad, g * factor) for p, g in zip(parameters, gradients(), strict=False))
     assert (factor < 1) == (max_norm == 1.0)
+    written = [parameter.grad._version > version for parameter, version in zip(parameters, versions, strict=False)]
+    assert written == [max_norm == 1.0] * len(versions), "gradients within the norm are not written once more"
 
 
 def sharded_norms(replicas: int, shards: int) -> list[float]:

@@ -26,7 +26,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
     """
     with_grad = [parameter for parameter in parameters if parameter.grad is not None]
     norm = global_norm([parameter.grad for parameter in with_grad if parameter.grad is not None])
-    if max_norm is not None:
+    if max_norm is not None and clipping_factor(norm, max_norm) is not None:  # not written where they are within
         clip_grads_with_norm_(with_grad, max_norm, norm)
     return norm
 
