@@ -12,6 +12,7 @@ OVERHEAD_BOUND = 0.97
 FULL_LOGITS_BOUND = 1.1
 BLOCK_TOKENS = READ_AHEAD_TOKENS  # so that each block has its share of what our loop does only now and then
 PROCESSES = 2  # of each case, so that no ratio hangs on how one process came to lie in memory
+LOOP_SECONDS = 8  # per second of rounds x block_seconds: single blocks lie percents apart, as the quartiles show
 LOOPS = ("ours", "bare chunked", "bare full logits")
 
 
@@ -35,7 +36,7 @@ def _blocks(step: Participant, case: Case, threads: int, options: Options) -> di
     """Returns one process's share of each loop's blocks; in a block the loops take steps in turn."""
     steps = 1 if options.smoke else max(1, BLOCK_TOKENS // (case.rows * case.seq_len))
     warm_up = step.block(steps, threads)
-    seconds = options.rounds * options.block_seconds * 2 * len(LOOPS)
+    seconds = options.rounds * options.block_seconds * LOOP_SECONDS * len(LOOPS)
     count = math.ceil(max(options.rounds, round(seconds / warm_up.seconds)) / PROCESSES)
     answers = [step.block(steps, threads).notes for _ in range(count)]
     return {
