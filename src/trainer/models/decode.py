@@ -271,7 +271,7 @@ def _add_linear(x: Tensor, input: Tensor, affine: Affine) -> None:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.dtype == torch.float32:  # one call, which counts for a few rows; in 16 bits it would round otherwise
+    if x.dtype == torch.float32:  # in 16 bits it would round otherwise than the model
         return F.rms_norm(x, weight.shape, weight, eps)
     return rms_norm(x, weight, eps)
 

@@ -22,11 +22,12 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
     """Returns the global L2 norm of all gradients (0-dim, float32, before clipping) and clips them in place.
 
     Args:
-        max_norm: gradients are multiplied by min(1, max_norm / (norm + 1e-6)); None only measures.
+        max_norm: gradients are multiplied by min(1, max_norm / (norm + 1e-6)), and left alone where that is one; None only
+            measures.
     """
     with_grad = [parameter for parameter in parameters if parameter.grad is not None]
     norm = global_norm([parameter.grad for parameter in with_grad if parameter.grad is not None])
-    if max_norm is not None and clipping_factor(norm, max_norm) is not None:  # not written where they are within
+    if max_norm is not None and clipping_factor(norm, max_norm) is not None:
         clip_grads_with_norm_(with_grad, max_norm, norm)
     return norm
 
