@@ -30,6 +30,7 @@ class Gate:
         self._steps = self._left = 0
         self._tokens = 0
         self._notes: dict[str, float] = {}
+        self._series: dict[str, list[float]] = {}
         self._started = self._cpu_started = 0.0
 
     def before_step(self) -> None:
@@ -55,6 +56,11 @@ class Gate:
         """Adds to such numbers, which begin at zero in each block."""
         self.note(**{name: self._notes.get(name, 0) + value for name, value in values.items()})
 
+    def append(self, **values: float) -> None:
+        """Adds to lists of numbers, which begin empty in each block."""
+        for name, value in values.items():
+            self._series.setdefault(name, []).append(value)
+
     def _report(self) -> None:
         if self._steps == 0:
             answer: dict[str, object] = {"ready": True}
@@ -65,6 +71,7 @@ class Gate:
                 "steps": self._steps,
                 "tokens": self._tokens,
                 "notes": self._notes,
+                "series": self._series,
             }
         self._answers.write(json.dumps(answer) + "\n")
 
@@ -78,5 +85,5 @@ class Gate:
             self._set_threads(self._threads)
         self._steps = self._left = order["steps"]
         self._tokens = 0
-        self._notes = {}
+        self._notes, self._series = {}, {}
         self._started, self._cpu_started = time.perf_counter(), time.process_time()

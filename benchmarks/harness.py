@@ -30,6 +30,7 @@ class Block:
         cpu_seconds: of all threads of the process; with one thread this does not see other processes on the machine.
         tokens: useful ones, without padding.
         notes: what else the worker found.
+        series: the same, one number for each step.
     """
 
     seconds: float
@@ -37,6 +38,7 @@ class Block:
     steps: int
     tokens: int
     notes: dict[str, float] = field(default_factory=dict)
+    series: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def rate(self) -> float:

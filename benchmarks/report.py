@@ -75,6 +75,10 @@ def _ratio(entry: dict[str, float] | None) -> str:
     return f"**{entry['ratio']:.2f}** ({entry['ratio_low_quartile']:.2f}–{entry['ratio_high_quartile']:.2f})"
 
 
+def _sure(entry: dict[str, float]) -> str:
+    return f"**{entry['ratio']:.3f}** ± {entry['standard_error']:.3f}"
+
+
 def _rate(entry: dict[str, float]) -> str:
     return f"{entry['tokens_per_second']:,.0f}"
 
@@ -85,10 +89,11 @@ def _step(result: dict[str, Any]) -> str:
             f"`{case['case']}`",
             str(case["threads"]),
             _rate(case["ours"]),
-            _ratio(case["ours / bare chunked"]),
-            f"{case['ours / bare chunked']['cpu_ratio']:.2f}",
-            _ratio(case["ours / bare full logits"]),
-            _ratio(case["bare chunked / bare full logits"]),
+            _sure(case["ours / bare chunked"]),
+            f"{case['ours / bare chunked']['cpu_ratio']:.3f}",
+            f"{case['ours / bare chunked']['whole_ratio']:.3f}",
+            _sure(case["ours / bare full logits"]),
+            _sure(case["bare chunked / bare full logits"]),
         ]
         for case in result["cases"]
     ]
@@ -98,6 +103,7 @@ def _step(result: dict[str, Any]) -> str:
         "ours, tokens/s",
         "ours / bare",
         "by CPU time",
+        "uncapped",
         "ours / full logits",
         "bare / full logits",
     )
@@ -106,10 +112,12 @@ def _step(result: dict[str, Any]) -> str:
         "Our run as `trainer sft` starts it, whole loop (batches, loss, clipping, optimizer, schedule, metrics row), against a\n"
         "hand-written loop with the same model, chunked loss and fused AdamW, whose batches lie ready in memory and which\n"
         "logs nothing (*bare*), and against that loop with full logits and `F.cross_entropy`. Bounds: 0.97 and 1.1.\n"
-        "The three take steps in turn in one process (two such for each case), so whatever the machine does at the time\n"
-        "meets all of them, on the same documents, each in an order of its own. A block is as many steps as our loader\n"
-        "prepares at once, so that it has its share of that; garbage collection, in every 50th step of ours, is in most blocks\n"
-        "of the small model and in few of the large one. A ratio is the median over the blocks, the quartiles are beside it.\n"
+        f"The three take steps in turn in one process ({result['settings']['processes']} such for each case), so whatever the "
+        "machine does at the time\nmeets all of them, on the same documents, each in an order of its own. They go on until the "
+        f"standard error of ours / bare\nis {result['settings']['precision']}, or for minutes. A ratio is that of the mean "
+        "times of a step, in which no step is more than 1.5 of the median at its\nplace among those that our loader prepares at "
+        "once: pauses of the machine are cut off, and what ours does every so many\nsteps is not. Its standard error stands "
+        "beside it, and *uncapped* is the ratio of all the time that passed.\n"
         "Names give hidden size, layers, vocabulary and row length. The ratio by CPU time is a check: with one thread it does\n"
         "not see what else the machine was doing.\n\n" + table(head, rows) + f"\n{bounds(result)}\n{provenance(result)}"
     )

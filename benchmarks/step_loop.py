@@ -1,8 +1,8 @@
 """Worker: our run, as `trainer sft` would start it, and two bare loops, a step of each in turn.
 
 All in one process, so that whatever the machine does at the time meets all of them. An order is for rounds; in a round each
-takes one step, ours first, the bare ones in alternating order. The answer's seconds are of the whole rounds; its notes tell
-each one's.
+takes one step, ours first, the bare ones in alternating order. The answer's seconds are of the whole rounds; its series tell
+each one's, step by step.
 
 Everything that our loop does in a step is measured: reading and laying out the batch, forward and backward, clipping, the
 optimizer, the schedule, the row in metrics.jsonl, the console line that is due, scheduled garbage collection. A bare loop's batch
@@ -56,7 +56,8 @@ class Rounds(GatedLoader):
 
     def _note(self, name: str, started: tuple[float, float], tokens: int) -> None:
         seconds, cpu_seconds = (end - start for end, start in zip(_now(), started, strict=True))
-        self._gate.add(**{f"{name}: seconds": seconds, f"{name}: cpu_seconds": cpu_seconds, f"{name}: tokens": tokens})
+        found = {"seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": tokens}
+        self._gate.append(**{f"{name}: {quantity}": value for quantity, value in found.items()})
 
 
 def _now() -> tuple[float, float]:
