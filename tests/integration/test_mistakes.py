@@ -24,6 +24,18 @@ def test_synthetic_tokens_beyond_the_vocabulary(tmp_path):
     sft(tmp_path / "run", *SHORT, *fake, "--data.fake.vocab-size=384")
 
 
+def test_random_weights_although_there_are_others_is_told(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    flags = [*SHORT, "--model.name", model, "--model.random-init"]
+    warning = f"model.random_init: the weights in {model} are not read"
+    sft(tmp_path / "plain", *flags)
+    assert warning not in (tmp_path / "plain" / "logs" / "rank_0.log").read_text()
+    shutil.copy(tmp_path / "plain" / "weights" / "model.safetensors", model)
+    sft(tmp_path / "beside", *flags)
+    assert warning in (tmp_path / "beside" / "logs" / "rank_0.log").read_text()
+
+
 def test_memory_that_runs_out(tmp_path, monkeypatch):
     def greedy(model, micro_batch, **_):
         import torch

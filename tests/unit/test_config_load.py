@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config.load import Loaded, load_config
-from trainer.config.run import RunConfig, SFTConfig
+from trainer.config.run import RLConfig, RunConfig, SFTConfig
 from trainer.config.schema import nearest
 from trainer.errors import ConfigError
 
@@ -218,3 +218,12 @@ def test_wrong_values_in_files(toml, text: str, message: str):
 
 def test_a_valid_run_loads():
     assert load_config(SFTConfig, VALID).config.max_steps == 10
+
+
+def test_a_config_of_the_other_command_says_which(toml):
+    toml("rl.toml", "max_steps = 3\n[rl]\nprompts = 2\n[[envs]]\nname = 'reverse'\n")
+    first, second, *_ = problems("@rl.toml", *VALID, root=SFTConfig).splitlines()
+    assert "problems in the configuration" in first
+    assert second.strip() == "envs, rl (rl.toml): of reinforcement learning, which `trainer rl` trains with"
+    assert "trainer rl" not in problems("@rl.toml", *VALID, "--optim.lr=x", root=RLConfig)
+    assert "train on data with `trainer sft`" in problems(*VALID, root=RLConfig)

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import trainer.kernels.linear_cross_entropy as kernel
 from support.memory import largest_allocation
 from trainer.kernels.linear_cross_entropy import IGNORED, linear_cross_entropy, linear_cross_entropy_reference
 
@@ -76,6 +77,53 @@ def test_large_logits_and_improbable_labels_stay_exact():
     loss.backward()
     assert loss.item() == 600.0  # softmax itself underflows to 0 here
     assert x.grad is not None and x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_improbable_labels_among_others(dtype):
+    """Some losses are beyond what a probability can tell; they stand in different chunks, between ordinary rows."""
+    x, weight, labels = _inputs(tokens=33, dtype=dtype)
+    with torch.no_grad():
+        x[::5] *= 400
+    exact = _with_gradients(linear_cross_entropy_reference, x.double(), weight.double(), labels)
+    found = _with_gradients(linear_cross_entropy, x, weight, labels, chunk_tokens=4)
+    assert exact[0] > 5000
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float64: 1e-12}[dtype]
+    for one, other in zip(found, exact, strict=True):
+        assert (one - other).norm() / other.norm() < tolerance
+
+
+def test_a_loss_that_is_not_finite_stays_so():
+    x, weight, labels = _inputs(dtype=torch.float32)
+    with torch.no_grad():
+        x[3] = float("nan")
+    labels[3] = 1
+    assert linear_cross_entropy(x, weight, labels).isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab", [1, 2, 15, 17, 1000, 8192, 70001])
+def test_torchs_softmax_works_in_place(vocab, dtype):
+    """Nothing promises it, and the loss on CPU relies on it."""
+    logits = 5 * torch.randn(9, vocab, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    expected = torch.softmax(logits, 1)
+    assert torch.equal(torch.softmax(logits, 1, out=logits), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_passes_of_a_gpu_say_the_same(dtype, monkeypatch):
+    """They need no value on the host, which the CPU's softmax does for improbable labels."""
+    x, weight, labels = _inputs(tokens=33, vocab=9000, dtype=dtype)
+    with torch.no_grad():
+        x[::5] *= 400
+    on_cpu = _with_gradients(linear_cross_entropy, x, weight, labels, chunk_tokens=8)
+    monkeypatch.setattr(
+        kernel, "_softmax_loss", lambda *given, again, **options: kernel._loss_in_passes(*given, **options)
+    )
+    in_passes = _with_gradients(linear_cross_entropy, x, weight, labels, chunk_tokens=8)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5 if dtype == torch.float32 else 1e-2
+    for one, other in zip(in_passes, on_cpu, strict=True):
+        assert (one - other).norm() / other.norm() < tolerance
 
 
 def test_small_losses_beside_large_logits_are_not_lost():

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from trainer.config.base import Section
 from trainer.config.dump import dump_toml
 from trainer.config.flags import Assignment, parse_flags
-from trainer.config.problems import RULE, Problem, config_error, explain
+from trainer.config.problems import RULE, Problem, config_error, explain, origin_of
+from trainer.config.run import RL_TABLES
 from trainer.config.schema import Key, dotted, leaves
 
 ConfigT = TypeVar("ConfigT", bound=Section)
@@ -57,11 +58,20 @@ def load_config(root: type[ConfigT], argv: list[str]) -> Loaded[ConfigT]:
         # A misspelt key leaves the right one unset: only an otherwise sound config is held against the rules.
         if not problems or any(detail["type"] != RULE for detail in error.errors(include_url=False)):
             problems += explain(root, error, tree.origins)
-        raise config_error(problems) from None
+        raise config_error(_of_another_kind(root, tree) + problems) from None
     if problems:
         raise config_error(problems)
     origins = {dotted(key): tree.origins.get(dotted(key), "default") for key, _ in leaves(config)}
     return Loaded(config, origins | {key: origin for key, origin in tree.origins.items() if key not in origins})
+
+
+def _of_another_kind(root: type[Section], tree: "_Tree") -> list[Problem]:
+    """The first problem of a config that another command trains with: the others follow from it."""
+    tables = sorted(RL_TABLES & tree.values.keys() - root.model_fields.keys())
+    if not tables:
+        return []
+    what = "of reinforcement learning" if len(tables) > 1 else "a table of reinforcement learning"
+    return [Problem(", ".join(tables), f"{what}, which `trainer rl` trains with", origin_of(tree.origins, tables[0]))]
 
 
 def _read_toml(path: str) -> dict[str, Any] | Problem:

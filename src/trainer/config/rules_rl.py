@@ -20,7 +20,10 @@ def check_rl(config: "RLConfig") -> None:
 
 def _batch_rules(c: "RLConfig") -> Iterator[Broken]:
     if not c.envs:
-        yield Broken(("envs",), "there is nothing to learn from: name an environment ([[envs]] tables)")
+        yield Broken(
+            ("envs",),
+            "there is nothing to learn from: name an environment ([[envs]] tables), or train on data with `trainer sft`",
+        )
     for index, env in enumerate(c.envs):
         if env.min_reward is not None and env.max_reward is not None and env.min_reward > env.max_reward:
             keys = (f"envs.{index}.min_reward", f"envs.{index}.max_reward")

@@ -4,6 +4,9 @@ The tokens are walked in chunks. While a chunk's logits are at hand, its gradien
 so they do not depend on what follows); backward only scales them. One buffer of logits is reused by every chunk.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,7 +20,7 @@ _MIN_CHUNK_TOKENS = 256
 """Each chunk reads `weight` twice and updates its gradient once; below this many tokens that traffic costs more time
 than the matrix products (measured at V = 131072, D = 512: 0.83 of the full loss's time at 64 tokens, 0.7 at 256)."""
 _CACHE_BYTES = 2**20
-"""On CPU the softmax goes over this much of a chunk at a time: its passes then hit the cache, not memory (1.5 times as fast)."""
+"""On CPU several passes over a chunk take this much at a time for each thread: they then hit the cache, not memory."""
 _SHAPE_ROWS = 64
 """On CPU a product in half precision is compiled for each new shape (oneDNN), which takes many times as long as the product of a
 small model, and every batch has another number of supervised tokens: rows are filled up to a multiple of this many."""
@@ -102,7 +105,8 @@ def _walk(
         stop = min(start + chunk_tokens, len(inputs))
         logits = torch.mm(inputs[start:stop], weight.t(), out=buffer[: stop - start])
         target = targets[start:stop, None]
-        loss += _softmax_loss(logits[: len(target)], target, dtype, need_grad=need_hidden or need_weight)
+        again = partial(_logits_of, inputs[start : start + len(target)], weight)
+        loss += _softmax_loss(logits[: len(target)], target, dtype, need_grad=need_hidden or need_weight, again=again)
         if grad_inputs is not None:
             torch.mm(logits, weight, out=grad_inputs[start:stop])
         if grad_weight is not None:
@@ -113,24 +117,63 @@ def _walk(
     return loss, grad_inputs, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
-def _softmax_loss(logits: Tensor, targets: Tensor, dtype: torch.dtype, *, need_grad: bool) -> Tensor:
-    """Returns the chunk's loss and turns `logits` [chunk, V] into their gradient, softmax - onehot, in place."""
-    tokens, vocab = logits.shape
+def _logits_of(inputs: Tensor, weight: Tensor, which: Tensor) -> Tensor:
+    return torch.mm(inputs[which], weight.t())
+
+
+def _softmax_loss(
+    logits: Tensor, targets: Tensor, dtype: torch.dtype, *, need_grad: bool, again: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Returns the chunk's loss and turns `logits` [chunk, V] into their gradient, softmax - onehot, in place.
+
+    `again` computes the logits of some of the rows (a mask [chunk]) once more.
+    """
+    if logits.device.type != "cpu":
+        return _loss_in_passes(logits, targets, dtype, need_grad=need_grad)
+    probabilities = _loss_gradient(logits, targets, dtype, need_grad=need_grad)
+    losses = probabilities.log().neg_()
+    is_far = probabilities.squeeze(1) < torch.finfo(dtype).tiny  # too small a number to tell how small: 0, or nearly
+    if is_far.any():
+        losses[is_far] = F.cross_entropy(again(is_far).to(dtype), targets[is_far, 0], reduction="none")[:, None]
+    return losses.sum()
+
+
+def _loss_gradient(logits: Tensor, targets: Tensor, dtype: torch.dtype, *, need_grad: bool) -> Tensor:
+    """Returns the targets' probabilities [chunk, 1] and turns `logits` into the gradient, by torch's softmax on CPU: it goes
+    over a row while that is in the cache, and reads it before it writes it, so it works in place."""
+    if logits.dtype == dtype:
+        return _probabilities(logits, targets, need_grad=need_grad)
     block = block_tokens(logits, dtype)
-    wide = None if logits.dtype == dtype else logits.new_empty((min(block, tokens), vocab), dtype=dtype)
-    totals, gaps = [], []
+    wide = logits.new_empty((min(block, len(logits)), logits.shape[1]), dtype=dtype)
+    found = []
     for part, target in zip(logits.split(block), targets.split(block), strict=True):
-        values = part if wide is None else wide[: len(part)].copy_(part)
-        top = values.amax(dim=1, keepdim=True)
-        gaps.append(top - values.gather(1, target))
-        exps = values.sub_(top).exp_()
-        total = exps.sum(dim=1, keepdim=True)
-        totals.append(total)
+        values = wide[: len(part)].copy_(part)
+        found.append(_probabilities(values, target, need_grad=need_grad))
         if need_grad:
-            exps.scatter_(1, target, exps.gather(1, target) - total)
-            torch.mul(exps, total.reciprocal(), out=part)
+            part.copy_(values)
+    return torch.cat(found)
+
+
+def _probabilities(logits: Tensor, targets: Tensor, *, need_grad: bool) -> Tensor:
+    values = torch.softmax(logits, 1, out=logits)
+    found = values.gather(1, targets)
+    if need_grad:
+        values.scatter_(1, targets, found - 1)
+    return found
+
+
+def _loss_in_passes(logits: Tensor, targets: Tensor, dtype: torch.dtype, *, need_grad: bool) -> Tensor:
+    """The same without a look at a value, which would make a GPU wait."""
+    values = logits.to(dtype)
+    top = values.amax(dim=1, keepdim=True)
+    gaps = top - values.gather(1, targets)
+    exps = values.sub_(top).exp_()
+    totals = exps.sum(dim=1, keepdim=True)
+    if need_grad:
+        exps.scatter_(1, targets, exps.gather(1, targets) - totals)
+        torch.mul(exps, totals.reciprocal(), out=logits)
     # Added in this order, or small losses drown in the rounding of `top`.
-    return torch.cat(totals).log_().add_(torch.cat(gaps)).sum()
+    return totals.log_().add_(gaps).sum()
 
 
 def padded_rows(rows: int, hidden: Tensor) -> int:
@@ -156,7 +199,9 @@ def gather_rows(hidden: Tensor, rows: Tensor) -> Tensor:
 def block_tokens(logits: Tensor, dtype: torch.dtype) -> int:
     """Returns over how many rows of `logits` [tokens, vocab] one pass in `dtype` goes: what fits the cache, on a GPU all."""
     tokens, vocab = logits.shape
-    return max(1, _CACHE_BYTES // (dtype.itemsize * vocab)) if logits.device.type == "cpu" else max(1, tokens)
+    if logits.device.type != "cpu":
+        return max(1, tokens)
+    return torch.get_num_threads() * max(1, _CACHE_BYTES // (dtype.itemsize * vocab))
 
 
 def accumulate_weight_gradient(grad_weight: Tensor, grad_logits: Tensor, inputs: Tensor, *, first: bool) -> None:

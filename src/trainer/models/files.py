@@ -108,6 +108,11 @@ def open_weights(model_dir: Path) -> Iterator[WeightFiles]:
         yield WeightFiles(model_dir, files)
 
 
+def has_weights(model_dir: Path) -> bool:
+    """Whether there are safetensors files to load a model from."""
+    return (model_dir / INDEX).exists() or (model_dir / SINGLE).exists()
+
+
 def _weight_paths(model_dir: Path) -> dict[Path, set[str] | None]:
     """Returns each weight file with the tensors its index expects in it (None: no index)."""
     index = model_dir / INDEX

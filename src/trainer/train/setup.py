@@ -24,6 +24,7 @@ from trainer.core.signals import Requests
 from trainer.errors import CorruptCheckpoint, LaunchError, TrainerError, TrainingError, first_line
 from trainer.models.base import CausalLM
 from trainer.models.build import build_model, check_model
+from trainer.models.files import has_weights
 from trainer.models.hf import export_hf
 from trainer.models.parallelize import has_failed_to_compile
 from trainer.models.roles import parameter_roles
@@ -356,6 +357,8 @@ def _announce(run: Run, plan: ResumePlan, checkpoint: Checkpoint | None) -> None
     if checkpoint is None:
         source = "random weights" if config.model.random_init else f"weights of {config.model.name}"
         logger.info(f"fresh start: {source}, step 0, new optimizer, data from its beginning")
+        if config.model.random_init and has_weights(Path(config.model.name)):
+            logger.warning(f"model.random_init: the weights in {config.model.name} are not read")
     else:
         left_out = f", without {', '.join(sorted(plan.skip))}" if plan.skip else ""
         cycle = f" and {run.pending.micro_step} micro-steps" if run.pending.micro_step else ""
