@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cycles import CAP
 from benchmarks.results import RESULTS, ROOT
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -17,7 +18,8 @@ rewrites it, `python -m benchmarks step --threads 1` a part of it (see `python -
 
 Ours and each reference run side by side in one go. Every participant is a process of its own, built and warmed up before
 anything is timed; then they take turns in blocks of about a second, forwards and backwards (A B C, C B A, …), while the
-others wait. A ratio is the median over the rounds of ours divided by theirs in that round; the quartiles stand beside it.
+others wait. Where a section says nothing else, a ratio is the median over the rounds of ours divided by theirs in that
+round; the quartiles stand beside it.
 All numbers here are from CPUs: they show what the trainer adds around the model, not how fast a GPU is.
 """
 
@@ -115,8 +117,8 @@ def _step(result: dict[str, Any]) -> str:
         f"The three take steps in turn in one process ({result['settings']['processes']} such for each case), so whatever the "
         "machine does at the time\nmeets all of them, on the same documents, each in an order of its own. They go on until the "
         f"standard error of ours / bare\nis {result['settings']['precision']}, or for minutes. A ratio is that of the mean "
-        "times of a step, in which no step is more than 1.5 of the median at its\nplace among those that our loader prepares at "
-        "once: pauses of the machine are cut off, and what ours does every so many\nsteps is not. Its standard error stands "
+        f"times of a step, in which no step is more than {CAP} of the median at its\nplace among those that our loader prepares "
+        "at once: pauses of the machine are cut off, and what ours does every so many\nsteps is not. Its standard error stands "
         "beside it, and *uncapped* is the ratio of all the time that passed.\n"
         "Names give hidden size, layers, vocabulary and row length. The ratio by CPU time is a check: with one thread it does\n"
         "not see what else the machine was doing.\n\n" + table(head, rows) + f"\n{bounds(result)}\n{provenance(result)}"

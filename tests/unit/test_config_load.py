@@ -224,6 +224,6 @@ def test_a_config_of_the_other_command_says_which(toml):
     toml("rl.toml", "max_steps = 3\n[rl]\nprompts = 2\n[[envs]]\nname = 'reverse'\n")
     first, second, *_ = problems("@rl.toml", *VALID, root=SFTConfig).splitlines()
     assert "problems in the configuration" in first
-    assert second.strip() == "envs, rl (rl.toml): of reinforcement learning, which `trainer rl` trains with"
+    assert second.strip() == "envs, rl (rl.toml): for reinforcement learning, which is `trainer rl`"
     assert "trainer rl" not in problems("@rl.toml", *VALID, "--optim.lr=x", root=RLConfig)
     assert "train on data with `trainer sft`" in problems(*VALID, root=RLConfig)

@@ -70,8 +70,8 @@ def _of_another_kind(root: type[Section], tree: "_Tree") -> list[Problem]:
     tables = sorted(RL_TABLES & tree.values.keys() - root.model_fields.keys())
     if not tables:
         return []
-    what = "of reinforcement learning" if len(tables) > 1 else "a table of reinforcement learning"
-    return [Problem(", ".join(tables), f"{what}, which `trainer rl` trains with", origin_of(tree.origins, tables[0]))]
+    where = origin_of(tree.origins, tables[0])
+    return [Problem(", ".join(tables), "for reinforcement learning, which is `trainer rl`", where)]
 
 
 def _read_toml(path: str) -> dict[str, Any] | Problem:

@@ -197,7 +197,7 @@ def gather_rows(hidden: Tensor, rows: Tensor) -> Tensor:
 
 
 def block_tokens(logits: Tensor, dtype: torch.dtype) -> int:
-    """Returns over how many rows of `logits` [tokens, vocab] one pass in `dtype` goes: what fits the cache, on a GPU all."""
+    """Returns over how many rows of `logits` [tokens, vocab] one pass in `dtype` goes: `_CACHE_BYTES` a thread, on a GPU all."""
     tokens, vocab = logits.shape
     if logits.device.type != "cpu":
         return max(1, tokens)
