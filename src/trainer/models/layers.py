@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trainer.kernels.attention import AttentionPlan
 from trainer.kernels.rms_norm import rms_norm
 from trainer.kernels.rotary import rotate
+from trainer.kernels.swiglu import swiglu
 from trainer.models.spec import DecoderSpec
 
 
@@ -67,7 +68,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class Block(nn.Module):
