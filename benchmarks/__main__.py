@@ -41,11 +41,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--no-peers", action="store_true", help="leave the other trainers out (each needs 6 GB of disk)"
     )
     parser.add_argument("--smoke-peers", action="store_true", help="a smoke run with the other trainers")
+    parser.add_argument(
+        "--machine", metavar="NAME", help="keep the results that are there, and show these below them, under this name"
+    )
     parser.add_argument("--quiet-load", type=float, default=0.5, help="wait until the machine's load is below this")
     parser.add_argument("--quiet-timeout", type=float, default=120.0, help="but no longer than so many seconds")
     arguments = parser.parse_args(argv)
     if unknown := [name for name in arguments.names if name not in NAMES]:
         parser.error(f"no benchmark {', '.join(unknown)}; there are: {', '.join(NAMES)}")
+    if "/" in (arguments.machine or ""):
+        parser.error(f"--machine {arguments.machine}: the name is part of a file's name, so it can have no /")
     return arguments
 
 
@@ -74,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         started = time.monotonic()
         print(f"{name} (load average {load:.2f} before)", flush=True)
         result: Result = importlib.import_module(f"benchmarks.bench_{name}").run(options)
-        path = result.write(smoke=options.smoke, load_before=load, command=command)
+        path = result.write(smoke=options.smoke, load_before=load, command=command, machine_name=arguments.machine)
         print("\n".join(target.line(judged=not options.smoke) for target in result.targets))
         print(f"  {path.relative_to(ROOT)}, {time.monotonic() - started:.0f} s", flush=True)
         missed += sum(target.met is False for target in result.targets)

@@ -31,7 +31,15 @@ def render(results: Path = RESULTS) -> str:
         path = results / f"{name}.json"
         if path.exists():
             parts.append(section(json.loads(path.read_text())))
+        parts += [_elsewhere(further, section) for further in sorted(results.glob(f"{name}@*.json"))]
     return "\n".join(parts)
+
+
+def _elsewhere(path: Path, section: Callable[[dict[str, Any]], str]) -> str:
+    """Returns the tables of a section, of what `--machine` measured, without what introduces them."""
+    text = section(json.loads(path.read_text()))
+    tables = text[text.index("\n\n| ") + 1 :]
+    return f"### The same on another machine: {path.stem.partition('@')[2]}\n{tables}"
 
 
 def write() -> Path:

@@ -54,8 +54,8 @@ class Result:
     cases: list[dict[str, Any]] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
 
-    def write(self, *, smoke: bool, load_before: float, command: str) -> Path:
-        """Writes the JSON and returns where."""
+    def write(self, *, smoke: bool, load_before: float, command: str, machine_name: str | None = None) -> Path:
+        """Writes the JSON and returns where; with `machine_name`, beside the results that are there."""
         content = {
             "benchmark": self.name,
             "command": command,
@@ -70,7 +70,7 @@ class Result:
         }
         folder = SMOKE_RESULTS if smoke else RESULTS
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.name}.json"
+        path = folder / (f"{self.name}@{machine_name}.json" if machine_name else f"{self.name}.json")
         path.write_text(json.dumps(content, indent=1) + "\n")
         return path
 

@@ -93,14 +93,15 @@ def test_results_carry_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_page_is_what_the_results_say():
-    assert {path.stem for path in RESULTS.glob("*.json")} <= set(NAMES)
+    assert {path.stem.partition("@")[0] for path in RESULTS.glob("*.json")} <= set(NAMES)
     assert report.PAGE.read_text() == report.render(), "run python -m benchmarks.report"
 
 
-def test_trl_is_held_to_its_faster_packed_variant():
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("peers*.json")), ids=lambda path: path.stem)
+def test_trl_is_held_to_its_faster_packed_variant(path: Path):
     from benchmarks.bench_peers import TRL_BOUND
 
-    result = json.loads((RESULTS / "peers.json").read_text())
+    result = json.loads(path.read_text())
     held = [target["value"] for target in result["targets"] if target["bound"] == TRL_BOUND]
     keys = [f"ours packed / TRL packed{variant}" for variant in ("", ", row by row")]
     assert held == [min(case[key]["ratio"] for key in keys) for case in result["cases"]]
@@ -111,6 +112,20 @@ def test_page_lists_what_is_missed(tmp_path: Path):
     result["targets"].append({"what": "speed of light", "value": 2.0, "bound": 3.0, "at_least": True, "met": False})
     (tmp_path / "startup.json").write_text(json.dumps(result))
     assert "- speed of light: 2, bound ≥ 3" in report.render(tmp_path)
+
+
+def test_a_second_machine_stands_below_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("benchmarks.results.RESULTS", tmp_path)
+    first = json.loads((RESULTS / "packing.json").read_text())
+    (tmp_path / "packing.json").write_text(json.dumps(first))
+    alone = report.render(tmp_path)
+    second = Result("packing", first["settings"], first["cases"], [Target("speed of light", 2.0, 3.0)])
+    path = second.write(smoke=False, load_before=0.0, command="here", machine_name="a laptop")
+    page = report.render(tmp_path)
+    assert path.name == "packing@a laptop.json" and page.startswith(alone)
+    added = page[len(alone) :]
+    assert added.startswith("\n### The same on another machine: a laptop\n\n| ")
+    assert "- speed of light: 2, bound ≥ 3" in added and "`here`" in added
 
 
 def test_every_benchmark_has_its_part_of_the_page():
