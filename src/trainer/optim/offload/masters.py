@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.core.transfer import HostArena, Lanes, Mark
 from trainer.errors import TrainingError
+from trainer.optim.offload.fsdp import keep_reduced_in_float32
 from trainer.optim.offload.tensors import around, bare_part, local_part
 
 SLOTS = 2
@@ -221,6 +222,7 @@ class HostMasters:
             if parameter.requires_grad and (isinstance(parameter, DTensor) or uses[key] > 1):
                 parameter.grad_dtype = torch.float32
         model._apply(lambda tensor: tensor.to(self._dtype) if id(tensor) in narrowed else tensor)
+        keep_reduced_in_float32(model)
         self._see()
 
     @contextmanager
