@@ -139,6 +139,12 @@ def test_cases_are_valid_configs():
         SFTConfig.model_validate(case.run_config(Path("unused")))
 
 
+def test_a_machine_whose_name_is_a_path_is_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["packing", "--machine", "a/b"])
+    assert "--machine a/b" in capsys.readouterr().err
+
+
 def test_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main(["stepp"])

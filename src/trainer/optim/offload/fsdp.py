@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 def keep_reduced_in_float32(model: nn.Module) -> None:
     """Makes FSDP hand over gradients as it reduced them, in float32, though parameters are narrower.
 
-    Newer releases of torch follow each parameter's `grad_dtype`. Those from 2.11 on that do not round the sum over the ranks to
-    the parameters' dtype, unless the group of parameters is told that they were float32.
+    Newer releases of torch follow each parameter's `grad_dtype`. Older ones, such as 2.11, round the sum over the ranks to the
+    parameters' dtype, unless the group of parameters is told that they were float32.
     """
     if isinstance(model, FSDPModule):
         model.register_forward_pre_hook(_tell_groups)  # behind FSDP's own hook, which sets the groups up
