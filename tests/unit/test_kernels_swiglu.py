@@ -1,9 +1,14 @@
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 from torch import Tensor
 
-from trainer.kernels import swiglu as kernel
 from trainer.kernels.swiglu import swiglu, swiglu_reference
+from trainer.models import layers
+from trainer.models.spec import DecoderSpec
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
@@ -23,8 +28,7 @@ def _with_gradients(function, gate: Tensor, up: Tensor, grad: Tensor) -> list[Te
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5, 7), (2, 300, 129), (0, 8)])
-def test_result_and_gradients_have_the_bits_of_the_reference(monkeypatch, shape, dtype):
-    monkeypatch.setattr(kernel, "_BLOCK_BYTES", 4096)  # more than one piece, and a last one that is shorter
+def test_result_and_gradients_have_the_bits_of_the_reference(shape, dtype):
     inputs = _inputs(*shape, dtype=dtype)
     expected = _with_gradients(swiglu_reference, *inputs)
     actual = _with_gradients(swiglu, *inputs)
@@ -59,16 +63,28 @@ def test_an_input_without_gradient_gets_none(wanted):
     assert leaves[1 - wanted].grad is None
 
 
-@pytest.mark.parametrize("function, tensors", [(swiglu, 2), (swiglu_reference, 3)])
-def test_backward_keeps_the_inputs_and_nothing_else(function, tensors):
+def _kept(run: Callable[[], Tensor]) -> list[int]:
+    """Returns the number of elements of each tensor that the result's graph keeps."""
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         kept[tensor.data_ptr()] = tensor
         return tensor
 
-    gate, up, _ = (x.requires_grad_() for x in _inputs(32, 16, dtype=torch.float32))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = function(gate, up)
-    assert y.requires_grad
-    assert [x.numel() for x in kept.values()] == [32 * 16] * tensors
+        assert run().requires_grad
+    return [tensor.numel() for tensor in kept.values()]
+
+
+@pytest.mark.parametrize("function, tensors", [(swiglu, 2), (swiglu_reference, 3)])
+def test_backward_keeps_the_inputs_and_nothing_else(function, tensors):
+    gate, up, _ = (x.requires_grad_() for x in _inputs(32, 16, dtype=torch.float32))
+    assert _kept(lambda: function(gate, up)) == [32 * 16] * tensors
+
+
+@pytest.mark.parametrize("function, tensors", [(swiglu, 3), (swiglu_reference, 4)])
+def test_an_mlp_keeps_three_tensors_of_its_intermediate_size(monkeypatch, function, tensors):
+    monkeypatch.setattr(layers, "swiglu", function)
+    spec = cast(DecoderSpec, SimpleNamespace(hidden_size=8, intermediate_size=24, mlp_bias=False))
+    mlp, x = layers.MLP(spec), torch.ones(5, 8)
+    assert _kept(lambda: mlp(x)).count(5 * 24) == tensors

@@ -18,6 +18,7 @@ from trainer.errors import ModelError
 from trainer.kernels.attention import AttentionShape, plan_attention
 from trainer.kernels.rms_norm import rms_norm
 from trainer.kernels.rotary import rotate
+from trainer.kernels.swiglu import swiglu
 from trainer.models.base import CausalLM
 from trainer.models.decoder import Decoder
 from trainer.models.hf_model import HFModel
@@ -255,7 +256,7 @@ class CachedDecoding(Decoding):
         _add_linear(x, attended, layer.out)
         hidden = _linear(_rms_norm(x, layer.post_norm, self._spec.norm_eps), layer.gate_up)
         gate, up = hidden.chunk(2, dim=-1)
-        _add_linear(x, F.silu(gate).mul_(up), layer.down)
+        _add_linear(x, swiglu(gate, up), layer.down)
 
 
 def _linear(x: Tensor, parts: list[Affine]) -> Tensor:

@@ -14,10 +14,15 @@ def keep_reduced_in_float32(model: nn.Module) -> None:
     parameters' dtype, unless the group of parameters is told that they were float32.
     """
     if isinstance(model, FSDPModule):
-        model.register_forward_pre_hook(_tell_groups)  # behind FSDP's own hook, which sets the groups up
+
+        def once(module: nn.Module, args: Any) -> None:
+            hook.remove()
+            _tell_groups(module)
+
+        hook = model.register_forward_pre_hook(once)  # behind FSDP's own, in which the groups learn their dtypes, once
 
 
-def _tell_groups(model: nn.Module, args: Any) -> None:
+def _tell_groups(model: nn.Module) -> None:
     for module in model.modules():
         for group in _groups(module) if isinstance(module, FSDPModule) else ():
             if getattr(group, "_orig_dtype", None) in (None, torch.float32):
