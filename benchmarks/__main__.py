@@ -17,6 +17,7 @@ NAMES = (
     "packing",
     "loss",
     "attention",
+    "products",
     "rollout",
     "grpo",
     "publication",

@@ -1,17 +1,17 @@
 """Worker: attention over one document in bfloat16 on CPU, forward and backward, as torch runs it and in float32.
 
-Both in one process, a call of each in turn, in alternating order; the answer's notes tell each one's seconds.
+Both in one process, a call of each in turn.
 """
 
 import json
 import sys
-import time
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gate import Gate, Stopped
+from benchmarks.in_turn import run_in_turn
 
 FORMS = {"16 bits": torch.bfloat16, "float32": torch.float32}
 
@@ -35,20 +35,9 @@ def once(given: list[Tensor], dtype: torch.dtype) -> None:
 
 def main() -> None:
     arguments = json.loads(sys.argv[1])
-    gate = Gate(torch.set_num_threads)
     given = inputs(**arguments)
-    count = 0
-    try:
-        while True:
-            gate.before_step()
-            gate.count(arguments["tokens"])
-            for name in list(FORMS)[:: 1 if count % 2 else -1]:
-                started = time.perf_counter()
-                once(given, FORMS[name])
-                gate.add(**{name: time.perf_counter() - started})
-            count += 1
-    except Stopped:
-        pass
+    forms = {name: partial(once, given, dtype) for name, dtype in FORMS.items()}
+    run_in_turn(forms, arguments["tokens"])
 
 
 if __name__ == "__main__":

@@ -243,6 +243,20 @@ def _attention(result: dict[str, Any]) -> str:
     )
 
 
+def _products(result: dict[str, Any]) -> str:
+    rows = [
+        [case["case"], str(case["threads"]), _ratio(case["oneDNN / MKL"]), case["ours"]] for case in result["cases"]
+    ]
+    return (
+        "## Products in float32 on CPU\n\n"
+        "A linear layer, forward and backward: the time with oneDNN divided by that with MKL, which torch uses; both in one\n"
+        "process, a call of each in turn. Ours uses oneDNN on AMD's processors with AVX-512, for large products (bound 1).\n"
+        "\n"
+        + table(("rows x inputs by outputs", "threads", "oneDNN / MKL", "ours uses"), rows)
+        + f"\n{bounds(result)}\n{provenance(result)}"
+    )
+
+
 def _checkpoint(result: dict[str, Any]) -> str:
     settings = result["settings"]
     rows = [
@@ -428,6 +442,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "packing": _packing,
     "loss": _loss,
     "attention": _attention,
+    "products": _products,
     "rollout": _rollout,
     "muon": _muon,
     "offload": _offload,

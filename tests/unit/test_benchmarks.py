@@ -160,6 +160,7 @@ def test_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]):
         "packing",
         "step",
         "attention",
+        "products",
         "muon",
         pytest.param("offload", marks=pytest.mark.slow),
         pytest.param("checkpoint", marks=pytest.mark.slow),

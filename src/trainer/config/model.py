@@ -31,7 +31,7 @@ class ModelConfig(Section):
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile for each block; "auto" is on for GPUs and off on CPU, where compiling costs more than it saves."""
     loss_chunk_tokens: PositiveInt | None = None
-    """Rows of logits held at once by the loss, in tokens; by default 28 MiB of them, but at least 256 tokens."""
+    """Rows of logits held at once by the loss, in tokens; by default 28 MiB of them (with oneDNN 14), but at least 256 tokens."""
 
 
 class ParallelConfig(Section):

@@ -1,7 +1,7 @@
 """Token cross-entropy of `hidden @ weight.T` that never holds the [tokens, vocab] logits.
 
 The tokens are walked in chunks. While a chunk's logits are at hand, its gradients are computed too (the loss is a sum,
-so they do not depend on what follows); backward only scales them. One buffer of logits is reused by every chunk.
+so they do not depend on what follows); backward only scales them.
 """
 
 from collections.abc import Callable
@@ -11,19 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.kernels.products import SHAPE_ROWS, multiply, multiply_into, padded_rows, prefers_onednn
+
 IGNORED = -100
 """Label of a token that is not supervised (torch's default `ignore_index`)."""
 
 _CHUNK_BYTES = 28 * 2**20
-"""Under 32 MiB, from where on glibc maps an allocation anew each time and the kernel zeroes its pages."""
+"""Under 32 MiB, from where on glibc maps an allocation anew each time and the kernel zeroes its pages. Half of it where every
+chunk's logits are such an allocation."""
 _MIN_CHUNK_TOKENS = 256
 """Each chunk reads `weight` twice and updates its gradient once; below this many tokens that traffic costs more time
 than the matrix products (measured at V = 131072, D = 512: 0.83 of the full loss's time at 64 tokens, 0.7 at 256)."""
 _CACHE_BYTES = 2**20
 """On CPU several passes over a chunk take this much at a time for each thread: they then hit the cache, not memory."""
-_SHAPE_ROWS = 64
-"""On CPU a product in half precision is compiled for each new shape (oneDNN), which takes many times as long as the product of a
-small model, and every batch has another number of supervised tokens: rows are filled up to a multiple of this many."""
 _TILE_ROWS = 8192
 """Rows of the weight gradient computed at once where its products are not in the accumulation dtype."""
 
@@ -39,23 +39,30 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chun
         hidden: [N, D], float32, bfloat16 or float64.
         weight: [V, D], same dtype and device as `hidden`.
         labels: [N] int64 in [0, V), or -100.
-        chunk_tokens: tokens whose logits are held at once; by default as many as give a 28 MiB buffer, at least 256.
+        chunk_tokens: tokens whose logits are held at once; by default `default_chunk_tokens`.
             It changes the result by rounding only.
 
     Returns:
         scalar, float32 (float64 for float64 inputs). Its graph can be run backward once.
     """
     if chunk_tokens is None:
-        chunk_tokens = default_chunk_tokens(weight.shape[0])
+        chunk_tokens = default_chunk_tokens(weight)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens)
     with torch.no_grad():
         return _walk(hidden, weight, labels, chunk_tokens, need_hidden=False, need_weight=False)[0]
 
 
-def default_chunk_tokens(vocab: int) -> int:
-    """Returns how many tokens' logits are held at once: as many as give a 28 MiB buffer in float32, at least 256."""
-    return max(_MIN_CHUNK_TOKENS, _CHUNK_BYTES // (4 * vocab))
+def default_chunk_tokens(weight: Tensor) -> int:
+    """Returns how many tokens' logits are held at once: as many as give a 28 MiB buffer in float32 (14 MiB where no buffer is
+    reused), at least 256."""
+    held = _CHUNK_BYTES // 2 if prefers_onednn(weight) else _CHUNK_BYTES
+    return max(_MIN_CHUNK_TOKENS, held // (4 * weight.shape[0]) // SHAPE_ROWS * SHAPE_ROWS)
+
+
+def logits_buffer(rows: int, weight: Tensor) -> Tensor | None:
+    """Returns room for the logits of `rows` rows that every chunk reuses; None where each chunk has its own (`multiply`)."""
+    return None if prefers_onednn(weight) else weight.new_empty((rows, weight.shape[0]))
 
 
 def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -97,20 +104,21 @@ def _walk(
         return loss, grad_hidden, torch.zeros_like(weight) if need_weight else None
 
     all_supervised = tokens == labels.numel()
-    inputs, targets = (hidden, labels) if all_supervised else (gather_rows(hidden, rows), labels[rows])
+    inputs, targets = (hidden, labels) if all_supervised else (gather_rows(hidden, rows, weight), labels[rows])
     grad_inputs = torch.empty_like(inputs) if need_hidden else None
     grad_weight = torch.empty(weight.shape, dtype=dtype, device=weight.device) if need_weight else None
-    buffer = weight.new_empty((min(chunk_tokens, len(inputs)), weight.shape[0]))
+    buffer = logits_buffer(min(chunk_tokens, len(inputs)), weight)
     for start in range(0, tokens, chunk_tokens):
         stop = min(start + chunk_tokens, len(inputs))
-        logits = torch.mm(inputs[start:stop], weight.t(), out=buffer[: stop - start])
+        logits = multiply(inputs[start:stop], weight, buffer)
         target = targets[start:stop, None]
         again = partial(_logits_of, inputs[start : start + len(target)], weight)
         loss += _softmax_loss(logits[: len(target)], target, dtype, need_grad=need_hidden or need_weight, again=again)
         if grad_inputs is not None:
-            torch.mm(logits, weight, out=grad_inputs[start:stop])
+            multiply_into(grad_inputs[start:stop], logits, weight.t())
         if grad_weight is not None:
             accumulate_weight_gradient(grad_weight, logits, inputs[start:stop], first=start == 0)
+        del logits  # before the next ones are made
 
     if grad_inputs is not None and not all_supervised:
         grad_inputs = torch.zeros_like(hidden).index_copy_(0, rows, grad_inputs[:tokens])
@@ -176,19 +184,12 @@ def _loss_in_passes(logits: Tensor, targets: Tensor, dtype: torch.dtype, *, need
     return totals.log_().add_(gaps).sum()
 
 
-def padded_rows(rows: int, hidden: Tensor) -> int:
-    """Returns how many rows a product over `rows` rows of `hidden` is given: more where each shape is compiled."""
-    if hidden.device.type != "cpu" or hidden.dtype.itemsize != 2:
-        return rows
-    return -(-rows // _SHAPE_ROWS) * _SHAPE_ROWS
-
-
-def gather_rows(hidden: Tensor, rows: Tensor) -> Tensor:
-    """Returns `hidden[rows]` with rows of zeros behind them, [padded_rows(len(rows)), D].
+def gather_rows(hidden: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    """Returns `hidden[rows]` with rows of zeros behind them, [padded_rows(len(rows), weight), D].
 
     The logits of rows of zeros are zeros: left as they are, they add nothing to the gradient of the weight.
     """
-    padded = padded_rows(len(rows), hidden)
+    padded = padded_rows(len(rows), weight)
     if padded == len(rows):
         return hidden[rows]
     gathered = hidden.new_zeros((padded, hidden.shape[1]))

@@ -17,8 +17,9 @@ from trainer.kernels.linear_cross_entropy import (
     block_tokens,
     default_chunk_tokens,
     gather_rows,
-    padded_rows,
+    logits_buffer,
 )
+from trainer.kernels.products import multiply, padded_rows
 
 
 def linear_logprobs(
@@ -41,7 +42,7 @@ def linear_logprobs(
         targets: [N] int64 in [0, V), or -100.
         temperature: positive; the one that tokens were sampled with.
         entropy: compute the second result.
-        chunk_tokens: tokens whose logits are held at once; by default as many as give a 28 MiB buffer, at least 256.
+        chunk_tokens: tokens whose logits are held at once; by default `default_chunk_tokens`.
             It changes the results by rounding only.
 
     Returns:
@@ -49,7 +50,7 @@ def linear_logprobs(
         target is -100. Differentiable once in `hidden` and `weight`.
     """
     if chunk_tokens is None:
-        chunk_tokens = default_chunk_tokens(weight.shape[0])
+        chunk_tokens = default_chunk_tokens(weight)
     return _LinearLogprobs.apply(hidden, weight, targets, temperature, entropy, chunk_tokens)
 
 
@@ -79,13 +80,14 @@ class _LinearLogprobs(torch.autograd.Function):
         rows = (targets != IGNORED).nonzero().squeeze(1)
         wanted = targets[rows]
         results = torch.zeros(3, rows.numel(), dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
-        buffer = weight.new_empty((padded_rows(min(chunk_tokens, rows.numel()), hidden), weight.shape[0]))
+        buffer = logits_buffer(padded_rows(min(chunk_tokens, rows.numel()), weight), weight)
         for start in range(0, rows.numel(), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            inputs = gather_rows(hidden, rows[chunk])
-            logits = torch.mm(inputs, weight.t(), out=buffer[: len(inputs)])
+            inputs = gather_rows(hidden, rows[chunk], weight)
+            logits = multiply(inputs, weight, buffer)
             target = wanted[chunk, None]
             _normalise(logits[: len(target)], target, temperature, results[:, chunk], entropy)
+            del logits  # before the next ones are made
 
         ctx.save_for_backward(hidden, weight, rows, wanted, results)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
@@ -105,18 +107,19 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_weight.zero_()
         by_logprob = results.new_zeros(tokens) if grad_logprobs is None else grad_logprobs[rows]
         by_entropy = None if grad_entropy is None else grad_entropy[rows]
-        buffer = weight.new_empty((padded_rows(min(ctx.chunk_tokens, tokens), hidden), weight.shape[0]))
+        buffer = logits_buffer(padded_rows(min(ctx.chunk_tokens, tokens), weight), weight)
         for start in range(0, tokens, ctx.chunk_tokens):
             chunk = slice(start, start + ctx.chunk_tokens)
-            inputs = gather_rows(hidden, rows[chunk])
-            logits = torch.mm(inputs, weight.t(), out=buffer[: len(inputs)])
+            inputs = gather_rows(hidden, rows[chunk], weight)
+            logits = multiply(inputs, weight, buffer)
             target = wanted[chunk, None]
             grads = (by_logprob[chunk], None if by_entropy is None else by_entropy[chunk])
             _differentiate(logits[: len(target)], target, ctx.temperature, results[:, chunk], *grads)
             if grad_hidden is not None:
-                grad_hidden.index_copy_(0, rows[chunk], torch.mm(logits, weight)[: len(target)])
+                grad_hidden.index_copy_(0, rows[chunk], multiply(logits, weight.t())[: len(target)])
             if grad_weight is not None:
                 accumulate_weight_gradient(grad_weight, logits, inputs, first=start == 0)
+            del logits
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 

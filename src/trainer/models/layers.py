@@ -5,10 +5,10 @@ activations, which is a no-op when they agree.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.kernels.attention import AttentionPlan
+from trainer.kernels.products import linear
 from trainer.kernels.rms_norm import rms_norm
 from trainer.kernels.rotary import rotate
 from trainer.kernels.swiglu import swiglu
@@ -18,7 +18,7 @@ from trainer.models.spec import DecoderSpec
 class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         bias = self.bias if self.bias is None else self.bias.to(input.dtype)
-        return F.linear(input, self.weight.to(input.dtype), bias)
+        return linear(input, self.weight.to(input.dtype), bias)
 
 
 class RMSNorm(nn.Module):

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from trainer.kernels.products import OPERATORS
 from trainer.models.base import CausalLM
 
 Recompute = Literal["none", "selective", "full"]
@@ -84,7 +85,7 @@ _PRODUCTS = {
         "_flash_attention_forward",
     )
     if hasattr(torch.ops.aten, name)
-}
+} | set(OPERATORS)
 
 
 def _keep_products(context: Any, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
