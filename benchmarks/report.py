@@ -250,7 +250,8 @@ def _products(result: dict[str, Any]) -> str:
     return (
         "## Products in float32 on CPU\n\n"
         "A linear layer, forward and backward: the time with oneDNN divided by that with MKL, which torch uses; both in one\n"
-        "process, a call of each in turn. Ours uses oneDNN on AMD's processors with AVX-512, for large products (bound 1).\n"
+        "process, a call of each in turn, in three processes. Ours uses oneDNN on AMD's processors with AVX-512, for large\n"
+        "products (bound 1).\n"
         "\n"
         + table(("rows x inputs by outputs", "threads", "oneDNN / MKL", "ours uses"), rows)
         + f"\n{bounds(result)}\n{provenance(result)}"
