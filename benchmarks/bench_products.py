@@ -15,10 +15,8 @@ SHAPES = (
     (512, 576, 1536),
 )
 """Rows, inputs, outputs."""
-
-
 PROCESSES = 3
-"""Of each shape: where its tensors lie in memory, which a process finds once, can change the ratio by a tenth."""
+"""Of each shape, so that no ratio hangs on where one process has its tensors."""
 
 
 def run(options: Options) -> Result:

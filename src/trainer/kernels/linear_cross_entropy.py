@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.kernels.products import SHAPE_ROWS, multiply, multiply_into, padded_rows, prefers_onednn
+from trainer.kernels.products import SHAPE_ROWS, multiply, padded_rows, prefers_onednn
 
 IGNORED = -100
 """Label of a token that is not supervised (torch's default `ignore_index`)."""
@@ -115,7 +115,7 @@ def _walk(
         again = partial(_logits_of, inputs[start : start + len(target)], weight)
         loss += _softmax_loss(logits[: len(target)], target, dtype, need_grad=need_hidden or need_weight, again=again)
         if grad_inputs is not None:
-            multiply_into(grad_inputs[start:stop], logits, weight.t())
+            grad_inputs[start:stop] = multiply(logits, weight.t())
         if grad_weight is not None:
             accumulate_weight_gradient(grad_weight, logits, inputs[start:stop], first=start == 0)
         del logits  # before the next ones are made

@@ -1,8 +1,8 @@
-"""Products of activations and a weight, by the faster of torch's two libraries for float32 on this CPU.
+"""Products of activations and a weight, in float32 on CPU by either of the two libraries that torch carries.
 
-torch multiplies float32 matrices by MKL, whose AVX-512 code runs on Intel's processors only. On AMD's with AVX-512, oneDNN takes
-less time (`python -m benchmarks products`), which torch carries for other dtypes. It compiles each new shape, and writes its
-result into a tensor of its own.
+torch multiplies float32 matrices by MKL, and has oneDNN for other dtypes. On AMD's processors with AVX-512, oneDNN takes less
+time for large float32 products, too (`python -m benchmarks products`). It compiles each new shape, and writes its result into
+a tensor of its own.
 """
 
 from functools import cache
@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LEAST_WORK = 2**27
-"""Multiplications of a product, for each thread, from where on oneDNN pays: below it the call itself costs more than in MKL."""
+"""Multiplications of a product, for each thread, from where on oneDNN pays; small products take longer with it."""
 SHAPE_ROWS = 64
-"""Compiling a shape takes about a millisecond, so oneDNN gets a multiple of this many rows: packed rows, and chunks that were
-filled up to it (`padded_rows`), but not every length that padded batches come in."""
+"""oneDNN compiles each new shape, so it gets a multiple of this many rows: packed rows, and chunks that were filled up to it
+(`padded_rows`), but not every length that padded batches come in."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -50,14 +50,6 @@ def multiply(x: Tensor, weight: Tensor, buffer: Tensor | None = None) -> Tensor:
     return torch.mm(x, weight.t(), out=None if buffer is None else buffer[: len(x)])
 
 
-def multiply_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Writes x @ weight.T into `out`, [M, V]."""
-    if uses_onednn(x, weight):
-        out.copy_(_onednn(x, weight))
-    else:
-        torch.mm(x, weight.t(), out=out)
-
-
 def uses_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN multiplies x [..., D] by weight [V, D]."""
     if torch.compiler.is_compiling():  # a compiler chooses by itself
@@ -77,7 +69,7 @@ def _is_large(rows: int, weight: Tensor) -> bool:
 
 @cache
 def onednn_is_faster() -> bool:
-    """Whether oneDNN is the faster library for float32 here: a processor with AVX-512 that is not Intel's."""
+    """Whether oneDNN is the faster library for float32 here: an AMD processor with AVX-512."""
     processor = torch.cpu.get_capabilities()
     return (
         bool(OPERATORS)
@@ -90,7 +82,7 @@ def onednn_is_faster() -> bool:
 
 def padded_rows(rows: int, weight: Tensor) -> int:
     """Returns how many rows a product with `weight` is given: more where oneDNN multiplies, which compiles each new shape. On CPU
-    it has all products in half precision; compiling takes many times as long as the product of a small model."""
+    it has all products in half precision."""
     filled = -(-rows // SHAPE_ROWS) * SHAPE_ROWS
     is_half = weight.device.type == "cpu" and weight.dtype.itemsize == 2
     return filled if is_half or (_is_large(filled, weight) and prefers_onednn(weight)) else rows
@@ -123,5 +115,5 @@ class _Linear(torch.autograd.Function):
         need_x, need_weight, need_bias = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
         grad_x = multiply(rows, weight.t()).view(x.shape) if need_x else None
-        grad_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if need_weight else None  # MKL is no slower at this one
+        grad_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if need_weight else None
         return grad_x, grad_weight, rows.sum(0) if need_bias else None
